@@ -1,0 +1,1 @@
+"""The built-in engine: Hugging Face Transformers behind an OpenAI-compatible server."""

@@ -1,0 +1,1 @@
+"""The pool of KV pages: master (index), messenger (owner of the bytes), client."""

@@ -1,0 +1,236 @@
+"""The pool's interface. Engines, the converter and the conductor know this module and nothing below it.
+
+Life of an object: `reserve` (space is taken, nothing visible) → fill `Reservation.view` → `commit` (visible, immutable) or
+`revoke`. A writer that dies between the two leaves nothing: the holder revokes what its session had open.
+Reading: `open_read` returns zero-copy views that stay valid until `close`, whatever eviction wants meanwhile.
+
+Batch calls return one result per key, in the order of the keys; one key's failure never fails another key.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple, Self, TypeVar
+
+from moonpool.errors import MoonpoolError, NotFound, WrongSize
+from moonpool.keys import PageKey
+from moonpool.types import BufferLike, PoolEvent, PoolStats, Put, PutOutcome
+
+T = TypeVar("T")
+
+
+def as_bytes_view(buffer: BufferLike, *, writable: bool = False) -> memoryview:
+    """A flat byte view of `buffer` without copying. Torch CPU tensors (any dtype, contiguous) are taken too.
+
+    Raises WrongSize for a buffer that is not contiguous, or read-only where it is to be written.
+    """
+    if hasattr(buffer, "data_ptr"):  # a torch tensor; numpy has no bfloat16, so go through its bytes
+        if not buffer.is_contiguous() or buffer.device.type != "cpu":
+            raise WrongSize(
+                "tensor must be contiguous and on the CPU",
+                have=f"{buffer.device}",
+                fix="Call .cpu().contiguous().",
+            )
+        buffer = buffer.detach().reshape(-1).view(_torch_uint8()).numpy()
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise WrongSize("buffer must be C-contiguous", fix="Copy it first.")
+    if writable and view.readonly:
+        raise WrongSize("buffer is read-only", fix="Pass a writable buffer, e.g. a bytearray or a numpy array.")
+    return view.cast("B") if view.nbytes else memoryview(bytearray(0))
+
+
+def _torch_uint8() -> object:
+    import torch  # only a caller that holds a tensor gets here; the pool itself does not need torch
+
+    return torch.uint8
+
+
+class Reservation(ABC):
+    """Space for one object that is not visible yet. `view` is writable until commit or revoke."""
+
+    key: str
+    view: memoryview
+
+
+class ReadLease(ABC):
+    """Open zero-copy reads. `views[i]` belongs to the i-th key, None where it was missing.
+
+    Views are read-only and must not be used after `close()`; closing twice is safe.
+    """
+
+    keys: tuple[str, ...]
+    views: tuple[memoryview | None, ...]
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class Match(NamedTuple):
+    """What would serve one page: `key` is the object to read; `converted` says that it is an approximation."""
+
+    key: str
+    converted: bool
+
+
+class EventStream(ABC):
+    """Events of a subscription in order. Bounded: when the reader lags, the oldest are dropped and counted."""
+
+    dropped: int
+
+    @abstractmethod
+    def next(self, limit: int, timeout: float) -> list[PoolEvent]:
+        """Up to `limit` events; waits at most `timeout` seconds for the first; empty on timeout. Raises PoolClosed or
+        ConnectionLost when no more can come."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class KVPool(ABC):
+    """One pool of immutable objects, as seen by one client. Safe to use from several threads."""
+
+    # -- writing
+
+    @abstractmethod
+    def reserve(self, items: Sequence[tuple[str, int]]) -> list[Reservation | Put | MoonpoolError]:
+        """Take space for (key, bytes) each. `Put.EXISTED` if the key is visible; else a reservation, or why there is none
+        (NoSpace, ObjectTooLarge, KeyBusy, NativeExists). Evicts if it must; never waits for space."""
+
+    @abstractmethod
+    def commit(self, reservations: Sequence[Reservation]) -> list[PutOutcome]:
+        """Make the objects visible, each all-or-nothing. A reservation that outlived its time gives LeaseExpired."""
+
+    @abstractmethod
+    def revoke(self, reservations: Sequence[Reservation]) -> None:
+        """Give the space back; nothing became visible."""
+
+    # -- reading
+
+    @abstractmethod
+    def open_read(self, keys: Sequence[str]) -> ReadLease:
+        """Views of what exists, None for what does not. Touches the LRU. Nothing opened can be evicted until closed."""
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[PageKey], origins: Sequence[str] = ()) -> list[Match | None]:
+        """For each native page key what would serve it: the native object, or else one converted by one of the bundles
+        in `origins` (first one wins). With `origins`, pages found nowhere are announced as `Missed`. Protects nothing."""
+
+    @abstractmethod
+    def batch_is_exist(self, keys: Sequence[str]) -> list[bool]:
+        """Probe. Neither touches the LRU nor protects from eviction."""
+
+    # -- the rest
+
+    @abstractmethod
+    def batch_remove(self, keys: Sequence[str]) -> list[bool]:
+        """Remove what exists; True where something was removed. Bytes under an open read stay valid until it closes."""
+
+    @abstractmethod
+    def subscribe(self, owners: Sequence[str], capacity: int = 4096) -> EventStream:
+        """Events of native pages of these `KVIdentity` digests."""
+
+    @abstractmethod
+    def hint(self, keys: Sequence[PageKey]) -> None:
+        """Announce that these native pages will be wanted (`Hinted`). Best effort, returns at once."""
+
+    @abstractmethod
+    def get_c2c_config(self) -> bytes:
+        """The cluster's C2C config as the master holds it (JSON bytes; empty if none). `c2c.config` reads it."""
+
+    @abstractmethod
+    def stats(self) -> PoolStats: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything this client holds. Idempotent."""
+
+    # -- conveniences, the same for every implementation
+
+    def batch_put(self, keys: Sequence[str], values: Sequence[BufferLike]) -> list[PutOutcome]:
+        """Copy each value into the pool under its key."""
+        views = [as_bytes_view(v) for v in values]
+        outcomes: list[PutOutcome | None] = [None] * len(keys)
+        reserved: list[tuple[int, Reservation]] = []
+        for i, got in enumerate(self.reserve([(k, v.nbytes) for k, v in zip(keys, views, strict=True)])):
+            if isinstance(got, Reservation):
+                reserved.append((i, got))
+            else:
+                outcomes[i] = got
+        try:
+            for i, r in reserved:
+                r.view[:] = views[i]
+        except BaseException:
+            self.revoke([r for _, r in reserved])
+            raise
+        for (i, _), done in zip(reserved, self.commit([r for _, r in reserved]), strict=True):
+            outcomes[i] = done
+        return [o for o in outcomes if o is not None]
+
+    def batch_get(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Copies of the objects, None for what does not exist."""
+        with self.open_read(keys) as lease:
+            return [None if v is None else bytes(v) for v in lease.views]
+
+    def batch_get_into(self, keys: Sequence[str], buffers: Sequence[BufferLike]) -> list[int | MoonpoolError]:
+        """Copy each object into its buffer; the result is the object's size. A buffer that is too small is WrongSize and
+        stays untouched; a larger one is filled from its start."""
+        outs = [as_bytes_view(b, writable=True) for b in buffers]
+        results: list[int | MoonpoolError] = []
+        with self.open_read(keys) as lease:
+            for key, view, out in zip(keys, lease.views, outs, strict=True):
+                if view is None:
+                    results.append(NotFound("no such object", key=key))
+                elif out.nbytes < view.nbytes:
+                    results.append(
+                        WrongSize("buffer too small", key=key, need=f"{view.nbytes} B", have=f"{out.nbytes} B")
+                    )
+                else:
+                    out[: view.nbytes] = view
+                    results.append(view.nbytes)
+        return results
+
+    def put(self, key: str, value: BufferLike) -> Put:
+        """Store one object. Raises what `batch_put` would return as an error."""
+        return _value(self.batch_put([key], [value])[0])
+
+    put_from = put
+
+    def get(self, key: str) -> bytes:
+        """A copy of one object. Raises NotFound."""
+        got = self.batch_get([key])[0]
+        if got is None:
+            raise NotFound("no such object", key=key)
+        return got
+
+    def get_into(self, key: str, buffer: BufferLike) -> int:
+        """Copy one object into `buffer`; returns its size. Raises NotFound, WrongSize."""
+        return _value(self.batch_get_into([key], [buffer])[0])
+
+    batch_put_from = batch_put
+
+    def is_exist(self, key: str) -> bool:
+        return self.batch_is_exist([key])[0]
+
+    def remove(self, key: str) -> bool:
+        return self.batch_remove([key])[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _value(result: T | MoonpoolError) -> T:
+    if isinstance(result, MoonpoolError):
+        raise result
+    return result

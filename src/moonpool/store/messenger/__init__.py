@@ -1,0 +1,1 @@
+"""Owner and authority of the bytes that one node lends to the pool."""

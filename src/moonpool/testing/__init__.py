@@ -1,0 +1,1 @@
+"""Tools to test with: fake clock, in-process cluster, leak checks."""

@@ -1,0 +1,1 @@
+"""Registered memory and the transports that move bytes."""

@@ -1,0 +1,1 @@
+"""How processes talk: addresses, typed messages, framing, RPC."""
