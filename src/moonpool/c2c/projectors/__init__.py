@@ -1,0 +1,1 @@
+"""Projector kinds behind one interface."""
