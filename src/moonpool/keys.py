@@ -69,7 +69,13 @@ class KVIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tenant: str = ""
 
     def digest(self) -> str:
-        return digest("moonpool.kv", [(f, getattr(self, f)) for f in self.__struct_fields__])
+        """The `owner` of this identity's page keys: all fields but salt and tenant.
+
+        Those two stand in the chain seed, so they still tell keys apart, and a rule recognises a model's pages whatever
+        their salt or tenant.
+        """
+        fields = [f for f in self.__struct_fields__ if f not in ("salt", "tenant")]
+        return digest("moonpool.kv", [(f, getattr(self, f)) for f in fields])
 
     def chain_seed(self) -> str:
         """Start of the block hash chain: what two models must share for their pages to cover the same tokens."""

@@ -1,0 +1,56 @@
+# Every target sets itself up: its own .venv, idempotent, seconds when nothing changed.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SHELL := /bin/bash
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: setup demo demo-qwen up test test-slow check format bench bench-c2c bench-pool bundles clean
+
+setup: $(STAMP)
+
+# torch first and pinned: this version has a CPU build; plain `torch` would pull GPU libraries.
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q torch==2.13.0
+	@$(BIN)/python -m pip install -q -e '.[dev]'
+	@touch $(STAMP)
+
+demo: setup
+	@$(BIN)/moonpool demo
+
+demo-qwen: setup
+	@$(BIN)/moonpool demo --source qwen2.5-coder-1.5b-instruct --target qwen2.5-coder-0.5b-instruct
+
+up: setup
+	@$(BIN)/moonpool up
+
+test: setup
+	@$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: setup
+	@$(BIN)/python -m pytest -m slow -rs --timeout 1800
+
+check: setup
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: setup
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: bench-pool bench-c2c
+
+bench-pool: setup
+	@$(BIN)/python -m benchmarks.pool
+
+bench-c2c: setup
+	@$(BIN)/python -m benchmarks.c2c
+
+clean:
+	@rm -rf build .pytest_cache .mypy_cache .ruff_cache
