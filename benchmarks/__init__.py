@@ -1,0 +1,1 @@
+"""Measurements, each as a ratio within one run against a peer or a physical limit. `make bench` runs them all."""
