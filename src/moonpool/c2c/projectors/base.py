@@ -1,33 +1,55 @@
 """The projector interface: a source model's KV of some tokens → the target model's KV of the same tokens.
 
-A projector is position-free arithmetic. Un-rotating the source's keys and rotating the target's is the converter's job
-(`c2c.convert`), according to `key_space`.
+    x  fp32 [N, source layers, 2, source width]      2 = K, V; width = KV heads × head_dim
+    y  fp32 [N, target layers, 2, target width]
+
+K and V of one layer lie side by side so that a run of neighbouring layers is one strided matrix: a projector multiplies it
+where it lies, without gathering.
+
+A projector is position-free arithmetic. Taking the source's rotation off the keys and putting the target's on is the
+converter's job (`c2c.convert`), according to `key_space`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
+import torch
 from torch import Tensor
+
+from moonpool.errors import BundleCorrupt
+
+KeySpace = Literal["content", "rotated", "invariant"]
+"""How keys come and go. `content`: un-rotated before, rotated after. `rotated`: as stored, both sides (issue #1520's recipe).
+`invariant`: the projector leaves content as it is, so keys are turned once, by the difference of the two rotations."""
 
 
 class Projector(ABC):
-    """Maps `[tokens, source layers, source width]` to `[tokens, target layers, target width]`; width = KV heads × head_dim.
-
-    Immutable after construction and safe to call from several threads.
-    """
+    """Immutable after construction and safe to call from several threads."""
 
     kind: ClassVar[str]
     """Name in the manifest."""
 
-    key_space: Literal["content", "rotated"]
-    """`content`: keys come un-rotated and are rotated by the target's RoPE afterwards. `rotated`: keys as stored, both
-    sides (issue #1520's recipe)."""
+    key_space: KeySpace
+
+    source_shape: tuple[int, int]
+    """(layers, width) that `project` takes."""
+    target_shape: tuple[int, int]
+    """(layers, width) that `project` gives."""
 
     @abstractmethod
-    def project(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """`k`, `v`: fp32 `[N, Ls, Hs*Ds]`. Returns fp32 `[N, Lt, Ht*Dt]` each. Never writes to its inputs."""
+    def source_layers(self) -> list[int]:
+        """Source layers that are read at all, ascending; the converter prepares only these."""
+
+    @abstractmethod
+    def project(self, x: Tensor) -> Tensor:
+        """`x` → `y` (shapes above). Layers that are not in `source_layers` may hold anything. Never writes to `x`."""
+
+    @abstractmethod
+    def flops_per_token(self) -> int:
+        """Floating-point operations of the matrix products for one token, both halves."""
 
     @abstractmethod
     def parameters(self) -> dict[str, Any]:
@@ -39,5 +61,17 @@ class Projector(ABC):
 
     @classmethod
     @abstractmethod
-    def build(cls, parameters: dict[str, Any], tensors: dict[str, Tensor]) -> Self:
+    def build(cls, parameters: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         """Inverse of `parameters` and `tensors`. Raises BundleCorrupt on wrong names, shapes, NaN or Inf."""
+
+
+def take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    """The named weight in fp32, checked: it is there, has this shape and only finite numbers."""
+    if name not in tensors:
+        raise BundleCorrupt("weight is missing", key=name, need=str(list(shape)), have=", ".join(sorted(tensors)[:8]))
+    tensor = tensors[name]
+    if tuple(tensor.shape) != shape:
+        raise BundleCorrupt("weight of the wrong shape", key=name, need=str(list(shape)), have=str(list(tensor.shape)))
+    if not bool(torch.isfinite(tensor).all()):
+        raise BundleCorrupt("weight has NaN or Inf", key=name, fix="Fit or download the bundle again.")
+    return tensor.to(torch.float32).contiguous()

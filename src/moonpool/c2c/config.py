@@ -1,0 +1,222 @@
+"""The cluster's C2C config: which models there are, and which projector turns whose pages into whose.
+
+The operator writes YAML (`C2CFile`). `resolve` checks it as a whole, reads every model's parameters and every bundle's digest,
+and gives the form that the master holds and serves (`C2CConfig`, JSON): there rules name identities and digests only, so
+that a put is recognised by a dictionary lookup of its key's owner, never by a piece of a name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from moonpool.c2c.bundle import folder_digest
+from moonpool.c2c.signature import ModelSpec, load_spec
+from moonpool.config import load
+from moonpool.errors import ConfigError, ProtocolError
+
+Mode = Literal["on_put", "on_miss", "hint"]
+"""When a rule converts. Each mode includes the weaker ones: `on_put` ⊃ `on_miss` ⊃ `hint`."""
+
+Serve = Literal["always", "on_request"]
+"""Whether a lookup of the target may take converted pages by default, or only when the request asks for it."""
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    ref: str
+    """Local folder or hub name."""
+
+
+class RuleEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    source: str
+    target: str
+    bundle: str
+    """Folder, http(s) URL or `hf://org/repo[@revision][/folder]`."""
+    digest: str = ""
+    """The bundle's digest (32 hex digits). Required unless the bundle is a local folder."""
+    mode: Mode = "on_put"
+    serve: Serve = "always"
+    deadline_s: float = 30.0
+    """A conversion that did not begin within this time of being asked for is dropped: a miss, not a wait."""
+
+
+class C2CFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The YAML file as written."""
+
+    models: dict[str, ModelEntry]
+    rules: list[RuleEntry]
+    page_size: int = 16
+    workers: int = 1
+    queue_pages: int = 8192
+    batch_pages: int = 64
+    allowed_hosts: list[str] = []
+    """Hosts that bundles may be downloaded from, besides the hub's."""
+    allow_cycles: bool = False
+
+
+class Model(msgspec.Struct, frozen=True):
+    name: str
+    ref: str
+    spec: ModelSpec
+    owner: str
+    """Digest of the model's `KVIdentity` at the cluster's page size."""
+
+
+class Rule(msgspec.Struct, frozen=True):
+    source: Model
+    target: Model
+    bundle: str
+    digest: str
+    mode: Mode
+    serve: Serve
+    deadline_s: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.source.name}→{self.target.name}"
+
+
+class C2CConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The resolved config, as the master serves it by `get_c2c_config`."""
+
+    models: dict[str, Model] = {}
+    rules: list[Rule] = []
+    page_size: int = 16
+    workers: int = 1
+    queue_pages: int = 8192
+    batch_pages: int = 64
+    allowed_hosts: list[str] = []
+
+    def origins(self, owner: str, requested: bool | None = None) -> tuple[str, ...]:
+        """Bundles whose pages a lookup of this owner may take; a request's own wish beats the rules' defaults."""
+        if requested is False:
+            return ()
+        rules = (r for r in self.rules if r.target.owner == owner)
+        return tuple(r.digest for r in rules if requested or r.serve == "always")
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @staticmethod
+    def decode(raw: bytes) -> C2CConfig:
+        """Inverse of `encode`; empty bytes are the config without rules."""
+        if not raw:
+            return C2CConfig()
+        try:
+            return msgspec.json.decode(raw, type=C2CConfig)
+        except (msgspec.DecodeError, msgspec.ValidationError) as e:
+            raise ProtocolError(f"the master's C2C config is unreadable: {e}") from e
+
+
+def load_c2c(path: str | Path, models_dir: Path | None = None) -> C2CConfig:
+    """Read, check and resolve a C2C file. Relative folders are taken from the file's folder, then from `models_dir`."""
+    file = load(path, C2CFile)
+    check(file, name=str(path))
+    return resolve(file, [Path(path).resolve().parent, *([models_dir] if models_dir else [])])
+
+
+def check(file: C2CFile, *, name: str = "c2c config") -> None:
+    """Everything that can be wrong without opening a model. Raises ConfigError with the place in its key."""
+    _check_bounds(file, name)
+    seen: set[tuple[str, str]] = set()
+    for i, rule in enumerate(file.rules):
+        place = f"{name}: rules[{i}]"
+        for role in (rule.source, rule.target):
+            if role not in file.models:
+                known = ", ".join(sorted(file.models)) or "none"
+                raise ConfigError(f"unknown model `{role}`", key=place, have=known, fix="Add it under `models`.")
+        if rule.digest and not _DIGEST.fullmatch(rule.digest):
+            raise ConfigError("bad digest", key=place, need="32 hex digits", have=rule.digest)
+        if rule.deadline_s <= 0:
+            raise ConfigError("deadline_s must be positive", key=place, have=str(rule.deadline_s))
+        if (rule.source, rule.target) in seen:
+            raise ConfigError(f"second rule for {rule.source} → {rule.target}", key=place, fix="Keep one of them.")
+        seen.add((rule.source, rule.target))
+    cycle = _cycle(seen)
+    if cycle and not (file.allow_cycles and len(set(cycle)) > 1):
+        raise ConfigError(
+            f"cyclic rules: {' → '.join(cycle)}",
+            key=name,
+            fix="Drop one of them, or set `allow_cycles: true`: converted pages are never converted again, so a cycle ends, "
+            "but every put is then converted each way.",
+        )
+
+
+def _check_bounds(file: C2CFile, name: str) -> None:
+    bounds = {
+        "page_size": (file.page_size, 1, 4096),
+        "workers": (file.workers, 1, 64),
+        "queue_pages": (file.queue_pages, 1, 1 << 20),
+        "batch_pages": (file.batch_pages, 1, 4096),
+    }
+    for field, (value, low, high) in bounds.items():
+        if not low <= value <= high:
+            raise ConfigError(f"{field} out of range", key=name, need=f"{low}..{high}", have=str(value))
+
+
+def _cycle(edges: Iterable[tuple[str, str]]) -> list[str]:
+    """One cycle of the graph as a path that ends where it began; empty if there is none."""
+    following: dict[str, list[str]] = {}
+    for source, target in edges:
+        following.setdefault(source, []).append(target)
+    done: set[str] = set()
+
+    def walk(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for after in following.get(node, []):
+            if found := walk(after, [*path, node]):
+                return found
+        done.add(node)
+        return []
+
+    return next((found for start in following if (found := walk(start, []))), [])
+
+
+def resolve(file: C2CFile, roots: list[Path]) -> C2CConfig:
+    """Read the models' parameters and the local bundles' digests. Raises ModelError, ConfigError, BundleError."""
+    models = {}
+    for name, entry in file.models.items():
+        ref = _locate(entry.ref, roots)
+        spec = load_spec(ref)
+        models[name] = Model(name, ref, spec, spec.identity(file.page_size).digest())
+    return C2CConfig(
+        models=models,
+        rules=[_rule(rule, models, roots) for rule in file.rules],
+        page_size=file.page_size,
+        workers=file.workers,
+        queue_pages=file.queue_pages,
+        batch_pages=file.batch_pages,
+        allowed_hosts=file.allowed_hosts,
+    )
+
+
+def _rule(entry: RuleEntry, models: dict[str, Model], roots: list[Path]) -> Rule:
+    remote = entry.bundle.startswith(("http://", "https://", "hf://"))
+    if remote and not entry.digest:
+        raise ConfigError("a remote bundle needs its digest", key=entry.bundle, fix="Add `digest:` to the rule.")
+    bundle = entry.bundle if remote else _locate(entry.bundle, roots)
+    if not remote and not Path(bundle).is_dir():
+        raise ConfigError("no such bundle folder", key=entry.bundle, fix="Make it with `moonpool c2c fit`.")
+    return Rule(
+        source=models[entry.source],
+        target=models[entry.target],
+        bundle=bundle,
+        digest=entry.digest or folder_digest(Path(bundle)),
+        mode=entry.mode,
+        serve=entry.serve,
+        deadline_s=entry.deadline_s,
+    )
+
+
+def _locate(ref: str, roots: list[Path]) -> str:
+    """The first root that has this folder; a reference found nowhere is left as it is (a hub name)."""
+    return next((str(root / ref) for root in roots if (root / ref).exists()), ref)
