@@ -112,10 +112,15 @@ def unrotate(k: Tensor, positions: Tensor, rope: RopeSpec) -> Tensor:
 
 
 def rotate_between(k: Tensor, positions: Tensor, source: RopeSpec, target: RopeSpec) -> Tensor:
-    """Keys stored under `source` as they would be stored under `target`; the very same keys if the two are equal."""
-    if source == target:
-        return k  # a turn by 0; skipped because 1·x − 0·y still loses the sign of a zero
+    """Keys stored under `source` as they would be stored under `target`: one rotation by the difference of the angles.
+
+    `k` fp32 `[N, layers, heads, dim]`, `positions` `[N]`. Returns `k` itself, bit for bit, where the two embeddings turn alike
+    (also when they are spelt differently); else a new tensor.
+    """
     if source.rotary_dim != target.rotary_dim:
         return rotate(unrotate(k, positions, source), positions, target)
     turn = inverse_frequencies(target) - inverse_frequencies(source)
-    return Rotation(positions, turn, attention_factor(target) / attention_factor(source)).apply(k)
+    ratio = attention_factor(target) / attention_factor(source)
+    if ratio == 1.0 and not bool(turn.any()):
+        return k  # a turn by 0; skipped because 1·x − 0·y still loses the sign of a zero
+    return Rotation(positions, turn, ratio).apply(k)

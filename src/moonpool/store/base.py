@@ -107,7 +107,8 @@ class KVPool(ABC):
 
     @abstractmethod
     def commit(self, reservations: Sequence[Reservation]) -> list[PutOutcome]:
-        """Make the objects visible, each all-or-nothing. A reservation that outlived its time gives LeaseExpired."""
+        """Make the objects visible, each all-or-nothing. A reservation that outlived its time gives LeaseExpired. Drop every array
+        over a reservation's view before: the views are closed here."""
 
     @abstractmethod
     def revoke(self, reservations: Sequence[Reservation]) -> None:

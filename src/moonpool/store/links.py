@@ -1,0 +1,107 @@
+"""A client's connections: to one messenger with its segment mapped, and how they come back after a restart."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from moonpool.clock import Clock
+from moonpool.errors import ConnectionLost, DeadlineExceeded
+from moonpool.transfer.segment import Segment
+from moonpool.wire import messages as m
+from moonpool.wire.rpc import Channel, R
+
+_BACKOFF_S = (0.05, 2.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MessengerLink:
+    """One session with one messenger. `segment` maps the same memory as the messenger's own."""
+
+    channel: Channel
+    segment: Segment
+    generation: str
+
+    @staticmethod
+    def open(channel: Channel) -> MessengerLink:
+        """Takes over `channel`."""
+        try:
+            welcome = channel.call(m.Hello(m.VERSION), m.Welcome)
+            return MessengerLink(channel, Segment(channel.take_descriptor()), welcome.generation)
+        except BaseException:
+            channel.close()
+            raise
+
+    def close(self) -> None:
+        self.channel.close()
+        self.segment.close()
+
+
+class Closable(Protocol):
+    @property
+    def channel(self) -> Channel: ...
+
+    def close(self) -> None: ...
+
+
+L = TypeVar("L", bound=Closable)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MasterLink:
+    channel: Channel
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+class Reconnecting(Generic[L]):
+    """A link that is opened when needed and again after it broke, with back-off: while the other side is away, calls fail at once
+    with ConnectionLost instead of waiting each for a time-out."""
+
+    def __init__(self, connect: Callable[[], L], clock: Clock) -> None:
+        self._connect, self._clock = connect, clock
+        self._link: L | None = None
+        self._not_before, self._backoff = 0.0, _BACKOFF_S[0]
+        self._lock = threading.Lock()
+
+    def get(self) -> L:
+        with self._lock:
+            if self._link is not None:
+                return self._link
+            if self._clock.now() < self._not_before:
+                raise ConnectionLost("the other side is away; trying again shortly")
+            try:
+                self._link = self._connect()
+            except (ConnectionLost, DeadlineExceeded):
+                self._not_before = self._clock.now() + self._backoff
+                self._backoff = min(2 * self._backoff, _BACKOFF_S[1])
+                raise
+            self._backoff = _BACKOFF_S[0]
+            return self._link
+
+    def call(self, request: m.Message, reply: type[R]) -> tuple[L, R]:
+        """The reply and the link that it came over. A broken link is dropped; the request is not repeated."""
+        link = self.get()
+        return link, self.call_on(link, request, reply)
+
+    def call_on(self, link: L, request: m.Message, reply: type[R]) -> R:
+        try:
+            return link.channel.call(request, reply)
+        except (ConnectionLost, DeadlineExceeded):
+            self.drop(link)
+            raise
+
+    def drop(self, link: L) -> None:
+        with self._lock:
+            if self._link is link:
+                self._link = None
+                link.close()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._link is not None:
+                self._link.close()
+            self._link = None

@@ -1,0 +1,55 @@
+"""Who has what open: a pure ledger of sessions, read leases and write reservations.
+
+Each entry belongs to one session and is released exactly once: by its owner, or when the session ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from moonpool.errors import LeaseExpired, PoolClosed
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Ledger(Generic[T]):
+    """Handles of one kind. Ids are never used twice."""
+
+    limit: int
+    """Most entries that one session may hold."""
+    _next: int = 1
+    _entries: dict[int, tuple[int, T]] = field(default_factory=dict)
+    _sessions: dict[int, set[int]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, session: int, entry: T) -> int:
+        """A new id for `entry`. Raises PoolClosed if the session holds too many."""
+        held = self._sessions.setdefault(session, set())
+        if len(held) >= self.limit:
+            raise PoolClosed(
+                "session holds too many handles",
+                need=f"<= {self.limit}",
+                have=str(len(held)),
+                fix="Close leases, commit or revoke.",
+            )
+        key, self._next = self._next, self._next + 1
+        self._entries[key] = (session, entry)
+        held.add(key)
+        return key
+
+    def take(self, session: int, key: int) -> T:
+        """Release: the entry is the caller's now. Raises LeaseExpired if this session does not hold it (any more)."""
+        owner, entry = self._entries.get(key, (None, None))
+        if owner != session:
+            raise LeaseExpired("no such handle of this session", key=str(key), fix="Handles are released once.")
+        del self._entries[key]
+        self._sessions[session].discard(key)
+        return entry  # type: ignore[return-value]  # an owner was found, so the entry is a T
+
+    def end(self, session: int) -> list[T]:
+        """Release all that the session holds."""
+        return [self._entries.pop(key)[1] for key in sorted(self._sessions.pop(session, ()))]

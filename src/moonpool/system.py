@@ -1,0 +1,95 @@
+"""One machine's whole picture from one config file: pool, converter, instances, HTTP server, in one process.
+
+    System ──► EmbeddedPool ◄── Converter
+       └─────► Instance … ◄──── server (OpenAI API)
+
+`moonpool up` and the demo are this object. In multi-process mode the same parts are started one by one by
+`moonpool master | messenger | converter | serve`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from moonpool import paths
+from moonpool.c2c.config import C2CConfig, C2CFile, check, resolve
+from moonpool.c2c.converter import Converter
+from moonpool.config import load
+from moonpool.engine.instance import Instance
+from moonpool.errors import ConfigError
+from moonpool.store.base import KVPool
+from moonpool.store.embedded import EmbeddedPool
+
+
+class PoolSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    capacity_mib: int = 512
+
+
+class ServerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str = ""
+
+
+class SystemConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The one config file."""
+
+    pool: PoolSection = PoolSection()
+    server: ServerSection = ServerSection()
+    instances: list[str] = []
+    """Names from `c2c.models` to serve; all of them if empty."""
+    c2c: C2CFile
+
+
+def load_system(path: str | Path) -> tuple[SystemConfig, C2CConfig]:
+    """Read and check the file; model and bundle folders are relative to it, or under the known model folders."""
+    config = load(path, SystemConfig)
+    check(config.c2c, name=f"{path}: c2c")
+    roots = [Path(path).resolve().parent, paths.models_dir(), paths.repo_dir("models"), paths.repo_dir("bundles")]
+    return config, resolve(config.c2c, [r for r in roots if r is not None])
+
+
+class System:
+    """Pool, converter and instances, started in that order and closed in the other one. Closing twice is safe."""
+
+    def __init__(self, c2c: C2CConfig, *, capacity: int, serve: list[str] | None = None, convert: bool = True) -> None:
+        unknown = [n for n in serve or [] if n not in c2c.models]
+        if unknown:
+            raise ConfigError(f"unknown model `{unknown[0]}` under instances", have=", ".join(sorted(c2c.models)))
+        self.c2c = c2c
+        self.pool: KVPool = EmbeddedPool(capacity=capacity, c2c_config=c2c.encode())
+        self.converter = Converter(self.pool, c2c if convert else C2CConfig(), cache_dir=paths.cache_dir())
+        self.instances: dict[str, Instance] = {}
+        try:
+            self.converter.start()
+            for name in serve or list(c2c.models):
+                self.instances[name] = self._instance(name)
+        except BaseException:
+            self.close()
+            raise
+
+    def _instance(self, name: str) -> Instance:
+        model = self.c2c.models[name]
+        return Instance(
+            model.ref,
+            model.spec,
+            self.pool,
+            page_size=self.c2c.page_size,
+            origins=lambda requested: self.c2c.origins(model.owner, requested),
+        )
+
+    def close(self) -> None:
+        for instance in self.instances.values():
+            instance.close()
+        self.converter.close()
+        self.pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,58 @@
+"""One block of memory that a node lends to the pool.
+
+A memfd has no name: it lives as long as a process maps it or holds its descriptor, so kill -9 of all of them leaves nothing
+behind. Its size is sealed: no peer can truncate it under a reader (which would be SIGBUS).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+from moonpool.errors import ConfigError, ProtocolError
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Segment:
+    """A mapped segment. `view` is the whole of it, writable; slices of it are the objects."""
+
+    def __init__(self, fd: int) -> None:
+        """Takes over `fd`, a sealed memfd. Raises ProtocolError if it is not."""
+        self.fd = fd
+        try:
+            self.size = os.fstat(fd).st_size
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise ProtocolError("the segment's size is not sealed")
+            self._map = mmap.mmap(fd, self.size, mmap.MAP_SHARED)
+        except (OSError, ValueError, ProtocolError) as e:
+            os.close(fd)
+            raise ProtocolError(f"not a segment: {e}") from e
+        self.view = memoryview(self._map)
+
+    @staticmethod
+    def create(size: int) -> Segment:
+        """A new segment of `size` bytes; pages are taken from the machine when they are first written."""
+        if size < 1:
+            raise ConfigError("segment too small", need=">= 1 B", have=f"{size} B")
+        fd = os.memfd_create("moonpool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as e:
+            os.close(fd)
+            raise ConfigError("cannot make the segment", need=f"{size} B", have=e.strerror or str(e)) from e
+        return Segment(fd)
+
+    def close(self) -> None:
+        """Give up the descriptor and the mapping. A view that somebody still holds keeps the mapping until it is dropped."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        try:
+            self.view.release()
+            self._map.close()
+        except BufferError:
+            pass  # a reader's view outlives the pool; the mapping goes with it

@@ -1,0 +1,247 @@
+"""All messages between Moonpool's processes. Typed, versioned, msgpack; decoded straight into these structs.
+
+Requests are one tagged union per service, so that an unknown or misplaced message is a ProtocolError, never a guess.
+Bounds that the decoder enforces stand here; the frame's size cap is in `framing`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from moonpool.types import PoolEvent, PoolStats
+
+VERSION = 1
+MAX_BATCH = 65536
+
+Key: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Keys: TypeAlias = Annotated[list[Key], msgspec.Meta(max_length=MAX_BATCH)]
+Ids: TypeAlias = Annotated[list[int], msgspec.Meta(max_length=MAX_BATCH)]
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+Items: TypeAlias = Annotated[list[tuple[Key, Size]], msgspec.Meta(max_length=MAX_BATCH)]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True): ...
+
+
+# -- any service
+
+
+class Hello(Message, frozen=True):
+    version: int
+
+
+class Error(Message, frozen=True):
+    """A refusal; `errors.from_fields` makes it an exception again."""
+
+    name: str
+    fields: dict[str, str]
+
+
+class Done(Message, frozen=True):
+    """Success with nothing to say."""
+
+
+# -- messenger
+
+
+class Welcome(Message, frozen=True):
+    """Answer to Hello; the segment's descriptor travels beside it."""
+
+    generation: str
+    """Changes with every start of the messenger: what was learnt from another generation is void."""
+    capacity: int
+
+
+class Reserve(Message, frozen=True):
+    items: Items
+
+
+class Span(Message, frozen=True):
+    """Where an object lies in the segment. `id` is the reservation."""
+
+    id: int
+    offset: int
+    size: int
+
+
+class Existed(Message, frozen=True): ...
+
+
+class Reserved(Message, frozen=True):
+    """One per item."""
+
+    results: list[Span | Existed | Error]
+
+
+class Commit(Message, frozen=True):
+    ids: Ids
+
+
+class Committed(Message, frozen=True):
+    """One per reservation."""
+
+    results: list[Done | Error]
+
+
+class Revoke(Message, frozen=True):
+    ids: Ids
+
+
+class OpenRead(Message, frozen=True):
+    keys: Keys
+
+
+class Opened(Message, frozen=True):
+    lease: int
+    spans: list[tuple[int, int] | None]
+    """(offset, size) per key."""
+
+
+class CloseRead(Message, frozen=True):
+    leases: Ids
+
+
+class Lookup(Message, frozen=True):
+    keys: Keys
+    origins: Annotated[list[str], msgspec.Meta(max_length=64)]
+
+
+class Matches(Message, frozen=True):
+    keys: list[str | None]
+
+
+class Announce(Message, frozen=True):
+    """Native keys that were missed (`hinted` false) or will be wanted (true)."""
+
+    keys: Keys
+    hinted: bool
+
+
+class Exist(Message, frozen=True):
+    keys: Keys
+
+
+class Remove(Message, frozen=True):
+    keys: Keys
+
+
+class Flags(Message, frozen=True):
+    values: list[bool]
+
+
+class Subscribe(Message, frozen=True):
+    owners: Annotated[list[str], msgspec.Meta(max_length=4096)]
+    capacity: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+
+
+class Subscribed(Message, frozen=True):
+    id: int
+
+
+class NextEvents(Message, frozen=True):
+    subscription: int
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH)]
+    timeout: Annotated[float, msgspec.Meta(ge=0, le=60)]
+
+
+class Events(Message, frozen=True):
+    events: list[PoolEvent]
+    dropped: int
+
+
+class GetStats(Message, frozen=True): ...
+
+
+class Stats(Message, frozen=True):
+    stats: PoolStats
+
+
+# -- master
+
+
+class Register(Message, frozen=True):
+    """A messenger joins, or joins again after the master's or its own restart."""
+
+    name: Key
+    socket: Key
+    generation: str
+
+
+class Registered(Message, frozen=True):
+    generation: str
+    """The master's; a change means that it remembers nothing."""
+
+
+class Heartbeat(Message, frozen=True):
+    name: Key
+
+
+class Publish(Message, frozen=True):
+    """What a messenger holds since its last publication."""
+
+    name: Key
+    added: Keys
+    removed: Keys
+
+
+class ListMessengers(Message, frozen=True): ...
+
+
+class Messengers(Message, frozen=True):
+    """(name, socket) of those alive."""
+
+    messengers: list[tuple[str, str]]
+
+
+class Locate(Message, frozen=True):
+    keys: Keys
+
+
+class Located(Message, frozen=True):
+    """Names of the messengers that hold each key."""
+
+    holders: list[list[str]]
+
+
+class GetC2C(Message, frozen=True): ...
+
+
+class C2C(Message, frozen=True):
+    config: bytes
+
+
+MessengerRequest: TypeAlias = (
+    Hello
+    | Reserve
+    | Commit
+    | Revoke
+    | OpenRead
+    | CloseRead
+    | Lookup
+    | Announce
+    | Exist
+    | Remove
+    | Subscribe
+    | NextEvents
+    | GetStats
+)
+MasterRequest: TypeAlias = Hello | Register | Heartbeat | Publish | ListMessengers | Locate | GetC2C
+Reply: TypeAlias = (
+    Error
+    | Done
+    | Welcome
+    | Reserved
+    | Committed
+    | Opened
+    | Matches
+    | Flags
+    | Subscribed
+    | Events
+    | Stats
+    | Registered
+    | Messengers
+    | Located
+    | C2C
+)
