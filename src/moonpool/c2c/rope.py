@@ -52,7 +52,8 @@ def _yarn(plain: Tensor, rope: RopeSpec) -> Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.rotary_dim - 1)
-    ramp = (torch.arange(rope.rotary_dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)
+    width = high - low or 0.001
+    ramp = (torch.arange(rope.rotary_dim // 2, dtype=torch.float64) - low) / width
     return torch.lerp(plain, plain / rope.factor, ramp.clamp(0, 1))
 
 

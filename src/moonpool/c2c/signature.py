@@ -223,6 +223,8 @@ def _rope(name: str, config: dict[str, Any], head_dim: int) -> RopeSpec:
         rotary_dim=int(head_dim * partial),
     )
     found = base if kind == "default" else msgspec.structs.replace(base, **_scaling(kind, rope, config))
+    if kind == "llama3" and not 0 < found.low_freq_factor < found.high_freq_factor:
+        raise ValueError("llama3 scaling needs 0 < low_freq_factor < high_freq_factor")
     numbers = [v for v in msgspec.structs.astuple(found) if isinstance(v, float)]
     if (
         found.theta <= 1
