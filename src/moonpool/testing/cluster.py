@@ -1,0 +1,181 @@
+"""A master and messengers as real processes in a temporary folder: to kill, freeze, restart and leave without a trace.
+
+    with LocalCluster(messengers=2, capacity=64 << 20) as cluster:
+        pool = cluster.client()
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from moonpool.errors import MoonpoolError, WireError
+from moonpool.store.client import PoolClient
+from moonpool.store.processes import MasterConfig, MessengerConfig
+from moonpool.testing.leaks import eventually
+from moonpool.wire import messages as m
+from moonpool.wire.rpc import SocketChannel
+
+_START_S = 20.0
+
+
+class Node:
+    """One process of the cluster."""
+
+    def __init__(self, name: str, socket: str, command: list[str], log: Path) -> None:
+        self.name, self.socket, self._command, self._log = name, socket, command, log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start, and wait until it answers on its socket. Raises MoonpoolError with the end of its log if it does not."""
+        assert self._process is None, f"{self.name} is running"
+        with self._log.open("ab") as out:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        if not eventually(lambda: self._exited() or _answers(self.socket), timeout_s=_START_S) or self._exited():
+            self.kill()
+            raise MoonpoolError("did not start", key=self.name, have=self._log.read_text()[-2000:])
+
+    def _exited(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit status."""
+        return self._end(signal.SIGTERM)
+
+    def freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def restart(self) -> None:
+        """Kill and start again at the same socket, with an empty memory."""
+        self.kill()
+        self.start()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def _end(self, number: signal.Signals) -> int:
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        process.send_signal(number)
+        process.send_signal(signal.SIGCONT)  # a frozen process does not see SIGTERM
+        try:
+            return process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+            raise
+
+
+class LocalCluster:
+    """One master and `messengers` messengers of `capacity` bytes each; further keywords go to every `MessengerConfig`."""
+
+    def __init__(
+        self,
+        messengers: int = 1,
+        capacity: int = 64 << 20,
+        *,
+        c2c_config: bytes = b"",
+        expiry_s: float = 2.0,
+        reservation_ttl_s: float = 60.0,
+    ) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="moonpool-"))
+        self._clients: list[PoolClient] = []
+        c2c_file = self._folder / "c2c.json"
+        c2c_file.write_bytes(c2c_config)
+        config = MasterConfig(socket=str(self._folder / "master.sock"), expiry_s=expiry_s)
+        self.master = self._node("master", config.socket, "master", config, str(c2c_file))
+        self.messengers: list[Node] = []
+        for i in range(messengers):
+            socket = str(self._folder / f"m{i}.sock")
+            messenger = MessengerConfig(
+                name=f"m{i}",
+                socket=socket,
+                master=config.socket,
+                capacity=capacity,
+                reservation_ttl_s=reservation_ttl_s,
+            )
+            self.messengers.append(self._node(f"m{i}", socket, "messenger", messenger))
+
+    def _node(self, name: str, socket: str, module: str, config: msgspec.Struct, *more: str) -> Node:
+        command = [sys.executable, "-m", f"moonpool.store.{module}", msgspec.json.encode(config).decode(), *more]
+        return Node(name, socket, command, self._folder / f"{name}.log")
+
+    def start(self) -> Self:
+        try:
+            for node in (self.master, *self.messengers):
+                node.start()
+            assert eventually(lambda: len(self.listed()) == len(self.messengers), timeout_s=_START_S)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def listed(self) -> list[str]:
+        """Names of the messengers that the master takes for alive."""
+        channel = SocketChannel(self.master.socket, timeout=5)
+        try:
+            return [name for name, _ in channel.call(m.ListMessengers(), m.Messengers).messengers]
+        finally:
+            channel.close()
+
+    def located(self, key: str) -> list[str]:
+        """Names of the messengers that hold `key`, as the master's index says."""
+        channel = SocketChannel(self.master.socket, timeout=5)
+        try:
+            return channel.call(m.Locate([key]), m.Located).holders[0]
+        finally:
+            channel.close()
+
+    def client(self, home: int = 0) -> PoolClient:
+        """A client whose home is the messenger with this number; closed with the cluster."""
+        client = PoolClient.connect(self.master.socket, messenger=self.messengers[home].socket)
+        self._clients.append(client)
+        return client
+
+    def log(self, name: str) -> str:
+        return (self._folder / f"{name}.log").read_text()
+
+    def close(self) -> None:
+        """Close the clients, end the processes, remove the folder. Idempotent."""
+        while self._clients:
+            self._clients.pop().close()
+        for node in (*self.messengers, self.master):
+            node.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _answers(socket: str) -> bool:
+    try:
+        channel = SocketChannel(socket, timeout=5)
+    except WireError:
+        return False
+    channel.close()
+    return True
