@@ -1,7 +1,7 @@
 """One machine's whole picture from one config file: pool, converter, instances, HTTP server, in one process.
 
-    System ──► EmbeddedPool ◄── Converter
-       └─────► Instance … ◄──── server (OpenAI API)
+    System ──► Pool (master, messenger, converter)
+       └─────► Instance … ◄── server (OpenAI API)
 
 `moonpool up` and the demo are this object. In multi-process mode the same parts are started one by one by
 `moonpool master | messenger | converter | serve`.
@@ -17,12 +17,10 @@ import msgspec
 
 from moonpool import paths
 from moonpool.c2c.config import C2CConfig, C2CFile, check, resolve
-from moonpool.c2c.converter import Converter
 from moonpool.config import load
 from moonpool.engine.instance import Instance
 from moonpool.errors import ConfigError
-from moonpool.store.base import KVPool
-from moonpool.store.embedded import EmbeddedPool
+from moonpool.pool import Pool
 
 
 class PoolSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,18 +52,16 @@ def load_system(path: str | Path) -> tuple[SystemConfig, C2CConfig]:
 
 
 class System:
-    """Pool, converter and instances, started in that order and closed in the other one. Closing twice is safe."""
+    """Pool and instances, started in that order and closed in the other one. Closing twice is safe."""
 
-    def __init__(self, c2c: C2CConfig, *, capacity: int, serve: list[str] | None = None, convert: bool = True) -> None:
+    def __init__(self, c2c: C2CConfig, *, capacity: int, serve: list[str] | None = None) -> None:
         unknown = [n for n in serve or [] if n not in c2c.models]
         if unknown:
             raise ConfigError(f"unknown model `{unknown[0]}` under instances", have=", ".join(sorted(c2c.models)))
         self.c2c = c2c
-        self.pool: KVPool = EmbeddedPool(capacity=capacity, c2c_config=c2c.encode())
-        self.converter = Converter(self.pool, c2c if convert else C2CConfig(), cache_dir=paths.cache_dir())
+        self.pool = Pool.open(capacity, c2c=c2c)
         self.instances: dict[str, Instance] = {}
         try:
-            self.converter.start()
             for name in serve or list(c2c.models):
                 self.instances[name] = self._instance(name)
         except BaseException:
@@ -85,7 +81,6 @@ class System:
     def close(self) -> None:
         for instance in self.instances.values():
             instance.close()
-        self.converter.close()
         self.pool.close()
 
     def __enter__(self) -> Self:

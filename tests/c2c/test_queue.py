@@ -76,7 +76,9 @@ def test_a_rule_whose_bundle_is_still_loading_keeps_its_pages() -> None:
     assert queue.take(8, now=0, ready={0, 1}) is not None
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 6), st.sampled_from(["offer", "take", "done"])), max_size=60))
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 6), st.sampled_from(["offer", "take", "done"])), max_size=60)
+)
 def test_never_over_capacity_and_never_two_flights_of_one_page(
     steps: list[tuple[int, int, str]],
 ) -> None:

@@ -138,7 +138,7 @@ def check(file: C2CFile, *, name: str = "c2c config") -> None:
         if (rule.source, rule.target) in seen:
             raise ConfigError(f"second rule for {rule.source} → {rule.target}", key=place, fix="Keep one of them.")
         seen.add((rule.source, rule.target))
-    cycle = _cycle(seen)
+    cycle = _cycle(sorted(seen))
     if cycle and not (file.allow_cycles and len(set(cycle)) > 1):
         raise ConfigError(
             f"cyclic rules: {' → '.join(cycle)}",

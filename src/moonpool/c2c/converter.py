@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -77,6 +78,24 @@ class _Totals:
     rejected: Counter[str] = field(default_factory=Counter)
 
 
+LoadConversion: TypeAlias = Callable[[Rule], Conversion]
+
+
+def load_conversion(
+    rule: Rule, config: C2CConfig, cache_dir: Path | None = None, progress: Progress | None = None
+) -> Conversion:
+    """Fetch the rule's bundle if it must be, verify it and check it against the rule's models.
+
+    Raises DownloadFailed, BundleError, ConversionRefused.
+    """
+    folder = resolve_bundle(
+        rule.bundle, rule.digest, cache_dir=cache_dir, allowed_hosts=config.allowed_hosts, progress=progress
+    )
+    bundle = open_bundle(folder, expect_digest=rule.digest)
+    bundle.check(rule.source.spec, rule.target.spec, config.page_size)
+    return Conversion(bundle.projector(), rule.source.spec, rule.target.spec, config.page_size)
+
+
 class Converter:
     """Runs the rules of `config` over `pool` until `close`. Owns its threads; borrows the pool."""
 
@@ -86,11 +105,13 @@ class Converter:
         config: C2CConfig,
         *,
         clock: Clock | None = None,
+        load: LoadConversion | None = None,
         cache_dir: Path | None = None,
         progress: Progress | None = None,
     ) -> None:
+        """`load` makes a rule's conversion (default: fetch, verify and check its bundle); it runs on a thread of its own."""
         self._pool, self._config, self._clock = pool, config, clock or SystemClock()
-        self._cache_dir, self._progress = cache_dir, progress
+        self._load_conversion = load or (lambda rule: load_conversion(rule, config, cache_dir, progress))
         self._loaded = [_LoadedRule(r) for r in config.rules]
         self._queue = ConversionQueue(config.rules, config.queue_pages)
         self._totals = _Totals()
@@ -158,16 +179,7 @@ class Converter:
         loaded = self._loaded[index]
         rule = loaded.rule
         try:
-            folder = resolve_bundle(
-                rule.bundle,
-                rule.digest,
-                cache_dir=self._cache_dir,
-                allowed_hosts=self._config.allowed_hosts,
-                progress=self._progress,
-            )
-            bundle = open_bundle(folder, expect_digest=rule.digest)
-            bundle.check(rule.source.spec, rule.target.spec, self._config.page_size)
-            conversion = Conversion(bundle.projector(), rule.source.spec, rule.target.spec, self._config.page_size)
+            conversion = self._load_conversion(rule)
         except MoonpoolError as e:
             self._settle(loaded, refusal=str(e))
             log.warning("rule %s refused: %s", rule.name, e)

@@ -1,0 +1,5 @@
+"""`python -m moonpool` is `moonpool`."""
+
+from moonpool.cli import main
+
+main()
