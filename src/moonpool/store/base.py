@@ -157,7 +157,9 @@ class KVPool(ABC):
     # -- conveniences, the same for every implementation
 
     def batch_put(self, keys: Sequence[str], values: Sequence[BufferLike]) -> list[PutOutcome]:
-        """Copy each value into the pool under its key."""
+        """Copy each value into the pool under its key. A key that comes twice is stored once, with its first value."""
+        if len(set(keys)) < len(keys):
+            return self._batch_put_once(keys, values)
         views = [as_bytes_view(v) for v in values]
         outcomes: list[PutOutcome | None] = [None] * len(keys)
         reserved: list[tuple[int, Reservation]] = []
@@ -175,6 +177,19 @@ class KVPool(ABC):
         for (i, _), done in zip(reserved, self.commit([r for _, r in reserved]), strict=True):
             outcomes[i] = done
         return [o for o in outcomes if o is not None]
+
+    def _batch_put_once(self, keys: Sequence[str], values: Sequence[BufferLike]) -> list[PutOutcome]:
+        """`batch_put` for keys with repetitions: a later one of the same key fares as if it had come after the batch."""
+        first: dict[str, BufferLike] = {}
+        for key, value in zip(keys, values, strict=True):
+            first.setdefault(key, value)
+        outcome = dict(zip(first, self.batch_put(list(first), list(first.values())), strict=True))
+        results: list[PutOutcome] = []
+        for key in keys:
+            results.append(outcome[key])
+            if outcome[key] is Put.STORED:
+                outcome[key] = Put.EXISTED
+        return results
 
     def batch_get(self, keys: Sequence[str]) -> list[bytes | None]:
         """Copies of the objects, None for what does not exist."""

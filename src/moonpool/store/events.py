@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from moonpool.errors import ConnectionLost, DeadlineExceeded, LeaseExpired
+from moonpool.errors import ConnectionLost, DeadlineExceeded, LeaseExpired, PoolClosed
 from moonpool.store.base import EventStream
 from moonpool.types import PoolEvent
 from moonpool.wire import messages as m
 from moonpool.wire.rpc import Channel
 
-_MAX_WAIT_S = 10.0
-"""Below the channel's own time-out."""
+_MAX_WAIT_S = 1.0
+"""Longest wait at one messenger; messengers that joined meanwhile are heard after it."""
+_TURN_S = 0.02
+"""Wait at each of several messengers before the next gets its turn."""
 
 
 @dataclass(slots=True)
@@ -23,7 +27,10 @@ class _Source:
 
 
 class MergedEvents(EventStream):
-    """`sources` tells how to reach each messenger; it is asked at every `next`, so messengers may come and go."""
+    """`sources` tells how to reach each messenger; it is asked again and again, so messengers may come and go.
+
+    One thread reads; any thread may close, which wakes the reader with PoolClosed.
+    """
 
     def __init__(
         self, owners: Sequence[str], capacity: int, sources: Callable[[], dict[str, Callable[[], Channel]]]
@@ -31,35 +38,59 @@ class MergedEvents(EventStream):
         self._owners, self._capacity, self._list = list(owners), capacity, sources
         self._open: dict[str, _Source] = {}
         self._lost = 0
+        self._closed = False
+        self._lock = threading.Lock()
         self._join()
 
     @property
     def dropped(self) -> int:  # type: ignore[override]
-        return self._lost + sum(s.dropped for s in self._open.values())
+        return self._lost + sum(s.dropped for s in list(self._open.values()))
 
     def next(self, limit: int, timeout: float) -> list[PoolEvent]:
+        deadline = time.monotonic() + timeout
+        while True:
+            events = self._sweep(limit, deadline)
+            if events or time.monotonic() >= deadline:
+                return events
+
+    def _sweep(self, limit: int, deadline: float) -> list[PoolEvent]:
+        """One turn at each messenger; waits only while there is nothing yet."""
         self._join()
-        share = min(timeout, _MAX_WAIT_S) / len(self._open)
+        turn = _MAX_WAIT_S if len(self._open) == 1 else _TURN_S
         events: list[PoolEvent] = []
-        for name in list(self._open):
-            wait = 0.0 if events else share
-            events += self._read(name, limit - len(events), wait)
+        for name, source in list(self._open.items()):
+            wait = 0.0 if events else max(0.0, min(turn, deadline - time.monotonic()))
+            events += self._read(name, source, limit - len(events), wait)
             if len(events) >= limit:
                 break
         return events
 
     def _join(self) -> None:
-        """Subscribe where we are not yet. Raises ConnectionLost if no messenger can be reached."""
+        """Subscribe where we are not yet. Raises ConnectionLost if no messenger can be reached, PoolClosed after `close`."""
         for name, connect in self._list().items():
             if name not in self._open:
                 try:
-                    self._open[name] = self._subscribe(connect)
+                    source = self._subscribe(connect)
                 except (ConnectionLost, DeadlineExceeded):
                     continue
+                self._add(name, source)
+        self._check_open()
         if not self._open:
             raise ConnectionLost("no messenger can be reached for events")
 
+    def _add(self, name: str, source: _Source) -> None:
+        with self._lock:
+            if not self._closed:
+                self._open[name] = source
+                return
+        source.channel.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PoolClosed("the stream is closed")
+
     def _subscribe(self, connect: Callable[[], Channel]) -> _Source:
+        self._check_open()
         channel = connect()
         try:
             return _Source(channel, channel.call(m.Subscribe(self._owners, self._capacity), m.Subscribed).id)
@@ -67,17 +98,22 @@ class MergedEvents(EventStream):
             channel.close()
             raise
 
-    def _read(self, name: str, limit: int, timeout: float) -> list[PoolEvent]:
-        source = self._open[name]
+    def _read(self, name: str, source: _Source, limit: int, timeout: float) -> list[PoolEvent]:
         try:
             reply = source.channel.call(m.NextEvents(source.subscription, limit, timeout), m.Events)
-        except (ConnectionLost, DeadlineExceeded, LeaseExpired):
+        except (ConnectionLost, DeadlineExceeded, LeaseExpired, PoolClosed):
+            self._check_open()
             self._lost += source.dropped
-            self._open.pop(name).channel.close()
+            self._open.pop(name, None)
+            source.channel.close()
             return []
         source.dropped = reply.dropped
         return reply.events
 
     def close(self) -> None:
-        while self._open:
-            self._open.popitem()[1].channel.close()
+        with self._lock:
+            self._closed = True
+            open_, self._open = self._open, {}
+        for source in open_.values():
+            self._lost += source.dropped
+            source.channel.close()

@@ -13,7 +13,9 @@ from moonpool.transfer.segment import Segment
 from moonpool.wire import messages as m
 from moonpool.wire.rpc import Channel, R
 
-_BACKOFF_S = (0.05, 2.0)
+_BACKOFF_S = (0.05, 8.0)
+_FROZEN_S = 1.0
+"""Shortest pause after a time-out."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +30,7 @@ class MessengerLink:
     def open(channel: Channel) -> MessengerLink:
         """Takes over `channel`."""
         try:
-            welcome = channel.call(m.Hello(m.VERSION), m.Welcome)
+            welcome = channel.call(m.Hello(), m.Welcome)
             return MessengerLink(channel, Segment(channel.take_descriptor()), welcome.generation)
         except BaseException:
             channel.close()
@@ -58,13 +60,14 @@ class MasterLink:
 
 
 class Reconnecting(Generic[L]):
-    """A link that is opened when needed and again after it broke, with back-off: while the other side is away, calls fail at once
-    with ConnectionLost instead of waiting each for a time-out."""
+    """A link that is opened when needed and again after it broke, with back-off: while the other side is away or frozen, calls fail
+    at once with ConnectionLost instead of waiting each for a time-out."""
 
     def __init__(self, connect: Callable[[], L], clock: Clock) -> None:
         self._connect, self._clock = connect, clock
         self._link: L | None = None
-        self._not_before, self._backoff = 0.0, _BACKOFF_S[0]
+        self._not_before = float("-inf")
+        self._backoff = _BACKOFF_S[0]
         self._lock = threading.Lock()
 
     def get(self) -> L:
@@ -75,12 +78,17 @@ class Reconnecting(Generic[L]):
                 raise ConnectionLost("the other side is away; trying again shortly")
             try:
                 self._link = self._connect()
-            except (ConnectionLost, DeadlineExceeded):
-                self._not_before = self._clock.now() + self._backoff
-                self._backoff = min(2 * self._backoff, _BACKOFF_S[1])
+            except ConnectionLost:
+                self._pause(self._backoff)
                 raise
-            self._backoff = _BACKOFF_S[0]
+            except DeadlineExceeded:
+                self._pause(max(self._backoff, _FROZEN_S))
+                raise
             return self._link
+
+    def _pause(self, seconds: float) -> None:
+        self._not_before = self._clock.now() + seconds
+        self._backoff = min(2 * seconds, _BACKOFF_S[1])
 
     def call(self, request: m.Message, reply: type[R]) -> tuple[L, R]:
         """The reply and the link that it came over. A broken link is dropped; the request is not repeated."""
@@ -89,16 +97,25 @@ class Reconnecting(Generic[L]):
 
     def call_on(self, link: L, request: m.Message, reply: type[R]) -> R:
         try:
-            return link.channel.call(request, reply)
-        except (ConnectionLost, DeadlineExceeded):
-            self.drop(link)
+            answer = link.channel.call(request, reply)
+        except ConnectionLost:
+            self._drop(link)
             raise
+        except DeadlineExceeded:
+            self._drop(link, pause_s=_FROZEN_S)
+            raise
+        self._backoff = _BACKOFF_S[0]
+        return answer
 
-    def drop(self, link: L) -> None:
+    def _drop(self, link: L, pause_s: float = 0.0) -> None:
         with self._lock:
             if self._link is link:
                 self._link = None
                 link.close()
+                if (
+                    pause_s
+                ):  # it takes connections but does not answer: only a pause keeps the next call from waiting too
+                    self._pause(max(self._backoff, pause_s))
 
     def close(self) -> None:
         with self._lock:

@@ -1,7 +1,7 @@
 """A master and messengers as real processes in a temporary folder: to kill, freeze, restart and leave without a trace.
 
-    with LocalCluster(messengers=2, capacity=64 << 20) as cluster:
-        pool = cluster.client()
+with LocalCluster(messengers=2, capacity=64 << 20) as cluster:
+    pool = cluster.client()
 """
 
 from __future__ import annotations

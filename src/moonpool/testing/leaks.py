@@ -1,7 +1,7 @@
 """Leak checks: what a block of code must give back. Linux only (it reads /proc).
 
-    with no_leaks(pool):
-        ...            # descriptors, threads, children, shared mappings and open handles are the same before and after
+with no_leaks(pool):
+    ...            # descriptors, threads, children, shared mappings and open handles are the same before and after
 """
 
 from __future__ import annotations

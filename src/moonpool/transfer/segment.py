@@ -10,7 +10,7 @@ import fcntl
 import mmap
 import os
 
-from moonpool.errors import ConfigError, ProtocolError
+from moonpool.errors import ConfigError, ConnectionLost, ProtocolError
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -44,6 +44,16 @@ class Segment:
             os.close(fd)
             raise ConfigError("cannot make the segment", need=f"{size} B", have=e.strerror or str(e)) from e
         return Segment(fd)
+
+    def span(self, offset: int, size: int, *, readonly: bool = False) -> memoryview:
+        """The bytes `[offset, offset + size)`. Raises ProtocolError if they are not all inside, ConnectionLost after `close`."""
+        if not 0 <= offset <= offset + size <= self.size:
+            raise ProtocolError("outside the segment", need=f"<= {self.size} B", have=f"{offset} + {size} B")
+        try:
+            view = self.view[offset : offset + size]
+        except ValueError as e:
+            raise ConnectionLost("the segment was given up") from e
+        return view.toreadonly() if readonly else view
 
     def close(self) -> None:
         """Give up the descriptor and the mapping. A view that somebody still holds keeps the mapping until it is dropped."""

@@ -12,13 +12,14 @@ import msgspec
 
 from moonpool.types import PoolEvent, PoolStats
 
-VERSION = 1
 MAX_BATCH = 65536
+MAX_KEY = 1024
+MAX_SIZE = 1 << 48
 
-Key: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Key: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY)]
 Keys: TypeAlias = Annotated[list[Key], msgspec.Meta(max_length=MAX_BATCH)]
 Ids: TypeAlias = Annotated[list[int], msgspec.Meta(max_length=MAX_BATCH)]
-Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
 Items: TypeAlias = Annotated[list[tuple[Key, Size]], msgspec.Meta(max_length=MAX_BATCH)]
 
 
@@ -29,7 +30,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True): ...
 
 
 class Hello(Message, frozen=True):
-    version: int
+    """Who are you? The version stands in the frame."""
 
 
 class Error(Message, frozen=True):

@@ -20,6 +20,7 @@ import msgspec
 from moonpool.errors import (
     ConfigError,
     ConnectionLost,
+    FrameTooLarge,
     MoonpoolError,
     PoolClosed,
     ProtocolError,
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Message)
 
 MAX_SESSIONS = 256
+_PAUSE_S = 0.1
+"""How long the acceptor rests when the process is out of descriptors or threads."""
 _encode = msgspec.msgpack.Encoder().encode
 _replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Reply)
 
@@ -93,7 +96,7 @@ class LocalChannel(Channel):
     def call(self, request: Message, reply: type[R]) -> R:
         if not self._open:
             raise PoolClosed("the pool is closed")
-        self._last = request
+        self._last = request  # only `take_descriptor` looks, while nobody else has this channel yet
         return _checked(self._service.handle(self._session, request), reply)
 
     def take_descriptor(self) -> int:
@@ -162,33 +165,45 @@ class Server:
         self._decode: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(service.requests)
         self._threads: dict[threading.Thread, socket.socket] = {}
         self._lock = threading.Lock()
-        self._closing = False
+        self._closing = threading.Event()
         self._socket = _bind(path)
         self._acceptor = threading.Thread(target=self._accept, name=f"rpc-accept {Path(path).name}", daemon=True)
         self._acceptor.start()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closing.is_set():
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            with self._lock:
-                if self._closing or len(self._threads) >= MAX_SESSIONS:
-                    connection.close()
-                    continue
-                thread = threading.Thread(target=self._serve, args=(connection,), name="rpc-session", daemon=True)
-                self._threads[thread] = connection
+            except OSError as e:  # closed, or out of descriptors: then others must go before more can come
+                if not self._closing.wait(_PAUSE_S):
+                    log.warning("cannot accept: %s", e)
+                continue
+            if not self._start(connection):
+                connection.close()
+
+    def _start(self, connection: socket.socket) -> bool:
+        """A thread for the connection; False if there are too many already."""
+        with self._lock:
+            if self._closing.is_set() or len(self._threads) >= MAX_SESSIONS:
+                return False
+            thread = threading.Thread(target=self._serve, args=(connection,), name="rpc-session", daemon=True)
+            self._threads[thread] = connection
+            try:
                 thread.start()
+            except RuntimeError as e:  # out of threads
+                log.warning("cannot serve: %s", e)
+                del self._threads[thread]
+                return False
+            return True
 
     def _serve(self, connection: socket.socket) -> None:
         session = self._service.open_session()
         try:
-            while (body := framing.receive(connection)) is not None:
-                request, reply = self._answer(session, body)
-                framing.send(connection, _encode(reply), self._service.descriptor(request) if request else None)
-                if request is None:
-                    return  # not our protocol: whatever follows cannot be trusted either
+            self._converse(connection, session)
+        except (ProtocolError, FrameTooLarge) as e:
+            with contextlib.suppress(WireError):  # say why, then hang up: nothing that follows could be trusted
+                framing.send(connection, _encode(error_message(e)))
+            log.debug("session %d ended: %s", session, e)
         except WireError as e:
             log.debug("session %d ended: %s", session, e)
         finally:
@@ -197,25 +212,32 @@ class Server:
             with self._lock:
                 self._threads.pop(threading.current_thread(), None)
 
-    def _answer(self, session: int, body: bytes) -> tuple[Message | None, Message]:
+    def _converse(self, connection: socket.socket, session: int) -> None:
+        while (body := framing.receive(connection)) is not None:
+            try:
+                request = self._decode.decode(body)
+            except (msgspec.DecodeError, msgspec.ValidationError) as e:
+                raise ProtocolError(f"unreadable request: {e}") from e
+            reply = _encode(self._answer(session, request))
+            if len(reply) > framing.MAX_FRAME:
+                reply = _encode(error_message(FrameTooLarge("reply over its cap", fix="Use smaller batches.")))
+            framing.send(connection, reply, self._service.descriptor(request))
+
+    def _answer(self, session: int, request: Any) -> Message:
         try:
-            request = self._decode.decode(body)
-        except (msgspec.DecodeError, msgspec.ValidationError) as e:
-            return None, error_message(ProtocolError(f"unreadable request: {e}"))
-        try:
-            return request, self._service.handle(session, request)
+            return self._service.handle(session, request)
         except MoonpoolError as e:
-            return request, error_message(e)
+            return error_message(e)
         except Exception as e:  # process edge: a bug in one handler ends one request, not the server
             log.exception("request failed")
-            return request, error_message(MoonpoolError(f"internal error: {e!r}"))
+            return error_message(MoonpoolError(f"internal error: {e!r}"))
 
     def close(self) -> None:
         """Stop accepting, end all sessions, remove the socket file. Idempotent."""
         with self._lock:
-            if self._closing:
+            if self._closing.is_set():
                 return
-            self._closing = True
+            self._closing.set()
             open_ = dict(self._threads)
         _shutdown(self._socket)
         self._socket.close()

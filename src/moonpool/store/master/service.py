@@ -41,9 +41,7 @@ class MasterService(Service):
 
     def _answer(self, request: Any) -> m.Message:
         match request:
-            case m.Hello(version):
-                if version != m.VERSION:
-                    raise ProtocolError("client of another version", need=str(m.VERSION), have=str(version))
+            case m.Hello():
                 return m.Registered(self.generation)
             case m.Register(name, socket, generation):
                 self._state.register(name, socket, generation)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from moonpool.errors import LeaseExpired, PoolClosed
+from moonpool.errors import LeaseExpired, NoSpace
 
 T = TypeVar("T")
 
@@ -27,10 +27,10 @@ class Ledger(Generic[T]):
         return len(self._entries)
 
     def add(self, session: int, entry: T) -> int:
-        """A new id for `entry`. Raises PoolClosed if the session holds too many."""
+        """A new id for `entry`. Raises NoSpace if the session holds too many."""
         held = self._sessions.setdefault(session, set())
         if len(held) >= self.limit:
-            raise PoolClosed(
+            raise NoSpace(
                 "session holds too many handles",
                 need=f"<= {self.limit}",
                 have=str(len(held)),
@@ -49,6 +49,17 @@ class Ledger(Generic[T]):
         del self._entries[key]
         self._sessions[session].discard(key)
         return entry  # type: ignore[return-value]  # an owner was found, so the entry is a T
+
+    def discard(self, session: int, key: int) -> T | None:
+        """Like `take`; None if this session does not hold it (any more)."""
+        try:
+            return self.take(session, key)
+        except LeaseExpired:
+            return None
+
+    def entries(self) -> list[T]:
+        """All that anybody holds."""
+        return [entry for _, entry in self._entries.values()]
 
     def end(self, session: int) -> list[T]:
         """Release all that the session holds."""

@@ -47,6 +47,8 @@ class Publisher:
 
     def close(self) -> None:
         self._stop.set()
+        if channel := self._channel:
+            channel.close()  # wakes a call to a master that does not answer
         self._thread.join()
         self._drop_channel()
 

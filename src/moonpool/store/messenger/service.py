@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from moonpool.clock import Clock, SystemClock
-from moonpool.errors import MoonpoolError, PoolClosed, ProtocolError
+from moonpool.errors import ConnectionLost, MoonpoolError, ProtocolError
 from moonpool.store.messenger.state import Changes, Limits, MessengerState, Reserved
 from moonpool.transfer.segment import Segment
 from moonpool.types import PoolStats, Put
@@ -49,7 +49,7 @@ class MessengerService(Service):
     def handle(self, session: int, request: Any) -> m.Message:
         with self._lock:
             if self._closing:
-                raise PoolClosed("the messenger is closing")
+                raise ConnectionLost("the messenger is closing")
             reply = self._answer(session, request)
             if isinstance(request, m.Commit | m.Announce) and self._state.watches():
                 self._events.notify_all()
@@ -81,9 +81,7 @@ class MessengerService(Service):
 
     def _answer_rest(self, session: int, request: Any) -> m.Message:
         match request:
-            case m.Hello(version):
-                if version != m.VERSION:
-                    raise ProtocolError("client of another version", need=str(m.VERSION), have=str(version))
+            case m.Hello():
                 return m.Welcome(self.generation, self.segment.size)
             case m.Announce(keys, hinted):
                 self._state.announce(keys, hinted=hinted)
@@ -109,7 +107,7 @@ class MessengerService(Service):
                 lambda: self._closing or self._state.has_events(request.subscription), timeout=request.timeout
             )
             if self._closing:
-                raise PoolClosed("the messenger is closing")
+                raise ConnectionLost("the messenger is closing")
             events, dropped = self._state.next_events(request.subscription, request.limit)
         return m.Events(events, dropped)
 

@@ -33,6 +33,8 @@ class Limits:
     """A writer that has not committed by then loses its key to the next writer."""
     changes_kept: int = 1 << 16
     """Most changes kept for the master's index; past that the index is told everything anew. 0 where there is no index."""
+    max_objects: int = 1 << 20
+    """Bounds the tables' own memory, which small objects would otherwise fill without end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +100,8 @@ class MessengerState:
             except MoonpoolError:
                 self._space.free(offset, size)
                 raise
+            if key in self._writing:  # `_refuse` found that its time is up
+                self._writing[key].lost = True
             self._writing[key] = writing
             return Reserved(handle, offset, size)
         except MoonpoolError as e:
@@ -117,35 +121,49 @@ class MessengerState:
                 have=f"{self._space.capacity} B",
                 fix="Enlarge the pool.",
             )
-        if other:
-            other.lost = True
-            del self._writing[key]
 
     def _make_room(self, key: str, size: int) -> int:
         need = rounded(size)
+        if need > self._space.largest_free:
+            self._refuse_if_hopeless(key, need)
         if self._space.used + need > self._limits.high_watermark * self._space.capacity:
             low = (self._limits.high_watermark - self._limits.eviction_ratio) * self._space.capacity
             self._evict(max(0, int(low) - need))
-        offset = self._space.allocate(size)
-        if offset is None:
-            for victim in self._table.victims():  # enough bytes in all, none of them in one piece
-                self._drop(victim, "evictions")
-                if (offset := self._space.allocate(size)) is not None:
-                    return offset
+        if len(self._table) + len(self._writes) >= self._limits.max_objects and not self._evict_one():
+            raise NoSpace("too many objects", key=key, need=f"< {self._limits.max_objects}", have=str(len(self._table)))
+        while (offset := self._space.allocate(size)) is None:
+            found = self._evict_one()  # enough bytes in all, but not in one piece
+            assert found, "not hopeless, so there was something to evict"
+        return offset
+
+    def _evict(self, down_to: int) -> None:
+        while self._space.used > down_to and self._evict_one():
+            pass
+
+    def _evict_one(self) -> bool:
+        victim = self._table.victim()
+        if victim:
+            self._drop(victim, "evictions")
+        return victim is not None
+
+    def _refuse_if_hopeless(self, key: str, need: int) -> None:
+        """Raises NoSpace if evicting everything would not do, so that nothing is evicted in vain."""
+        pinned = sorted({(o.offset, o.size) for o in self._pinned() if o.size})
+        best, end = 0, 0
+        for offset, size in [*pinned, (self._space.capacity, 0)]:
+            best, end = max(best, offset - end), offset + rounded(size)
+        if need > best:
             raise NoSpace(
                 "nothing more can be evicted",
                 key=key,
                 need=f"{need} B in one piece",
-                have=f"{self._space.largest_free} B; {self._space.used} B are being read or written",
+                have=f"{best} B; {sum(rounded(s) for _, s in pinned)} B are being read or written",
                 fix="Close read leases, commit or revoke reservations, or enlarge the pool.",
             )
-        return offset
 
-    def _evict(self, down_to: int) -> None:
-        for victim in self._table.victims():
-            if self._space.used <= down_to:
-                return
-            self._drop(victim, "evictions")
+    def _pinned(self) -> list[Object]:
+        """What is being read or written, once per handle."""
+        return [w.obj for w in self._writes.entries()] + [o for opened in self._reads.entries() for o in opened]
 
     def _drop(self, obj: Object, why: str) -> None:
         self._table.remove(obj)
@@ -185,8 +203,10 @@ class MessengerState:
             self._emit(obj.page.owner, Stored(obj.key, obj.size))
 
     def revoke(self, session: int, handles: Sequence[int]) -> None:
+        """Handles that the session does not hold (any more) are passed over: revoking twice is harmless."""
         for handle in handles:
-            self._abandon(self._writes.take(session, handle))
+            if writing := self._writes.discard(session, handle):
+                self._abandon(writing)
 
     def _abandon(self, writing: Writing) -> None:
         self._space.free(writing.obj.offset, writing.obj.size)
@@ -200,22 +220,20 @@ class MessengerState:
         found = [self._table.get(k) for k in keys]
         opened = [o for o in found if o]
         handle = self._reads.add(session, opened) if opened else 0
-        for obj in opened:
-            obj.readers += 1
-        self._table.touch(keys)
+        self._table.begin_read(opened)
         self._counts["hits"] += len(opened)
         self._counts["misses"] += len(found) - len(opened)
         return handle, [(o.offset, o.size) if o else None for o in found]
 
     def close_read(self, session: int, handles: Sequence[int]) -> None:
+        """Handles that the session does not hold (any more) are passed over: closing twice is harmless."""
         for handle in handles:
-            self._unread(self._reads.take(session, handle))
+            if opened := self._reads.discard(session, handle):
+                self._unread(opened)
 
     def _unread(self, opened: list[Object]) -> None:
-        for obj in opened:
-            obj.readers -= 1
-            if not obj.readers and not obj.visible:
-                self._space.free(obj.offset, obj.size)
+        for obj in self._table.end_read(opened):
+            self._space.free(obj.offset, obj.size)
 
     def lookup(self, keys: Sequence[str], origins: Sequence[str]) -> list[str | None]:
         return [self._table.best(k, origins) for k in keys]
@@ -290,10 +308,11 @@ class MessengerState:
                     del self._owners[owner]
 
     def _note(self, key: str, *, there: bool) -> None:
-        if len(self._changes.there) >= self._limits.changes_kept:
+        if self._changes.lost:
+            return
+        self._changes.there[key] = there
+        if len(self._changes.there) > self._limits.changes_kept:
             self._changes = Changes(lost=True)
-        elif not self._changes.lost:
-            self._changes.there[key] = there
 
     def take_changes(self) -> Changes:
         taken, self._changes = self._changes, Changes()
@@ -318,11 +337,9 @@ class MessengerState:
     def check_integrity(self) -> None:
         """Space in use is exactly that of visible objects, open reads of removed ones, and reservations."""
         self._space.check_integrity()
+        self._table.check_integrity()
         held = {id(o): o for k in self._table.keys() if (o := self._table.get(k))}  # noqa: SIM118 - a table, not a dict
-        for _, opened in self._reads._entries.values():
-            held.update((id(o), o) for o in opened)
-        for _, writing in self._writes._entries.values():
-            held[id(writing.obj)] = writing.obj
+        held.update((id(o), o) for o in self._pinned())
         assert sum(rounded(o.size) for o in held.values()) == self._space.used
-        open_reads = Counter(id(o) for _, opened in self._reads._entries.values() for o in opened)
+        open_reads = Counter(id(o) for opened in self._reads.entries() for o in opened)
         assert all(o.readers == open_reads[i] for i, o in held.items())
