@@ -1,0 +1,249 @@
+"""Conversion against the machine's limits: `make bench-c2c`.
+
+    gemm_fraction       arithmetic rate of whole conversions (pages in, pages out) ÷ rate of the bare fp32 products of the same shapes
+    convert_vs_prefill  tokens/s converted ÷ tokens/s that the target prefills itself
+    put_overhead        time of a put with its rule on ÷ with no rule, between real processes
+    kl_linear, kl_issue1520_mlp   KL against native of the shipped projector and of issue #1520's recipe, from the evaluator
+
+All in one run. The second pair needs its models in MOONPOOL_MODELS and its fits (README); what is missing is said and skipped.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from benchmarks import figures
+from moonpool import paths
+from moonpool.c2c.bundle import Bundle, open_bundle
+from moonpool.c2c.convert import Conversion
+from moonpool.c2c.projectors.linear import LinearProjector
+from moonpool.c2c.report import Report
+from moonpool.c2c.signature import ModelSpec, load_spec
+from moonpool.engine.instance import Instance
+from moonpool.engine.request import GenerateRequest
+
+PAGE = 16
+TOKENS = 2048
+PROMPT = 512
+PUT_ROUNDS = 40
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A pair to measure: model folders, the bundle, the baseline bundle."""
+
+    name: str
+    source: str
+    target: str
+    bundle: Path
+    baseline: Path
+    text: tuple[str, ...]
+    """Arguments of `moonpool c2c eval` that name the held-out text."""
+
+
+def main() -> None:
+    found: dict[str, object] = {}
+    for pair in (bundled(), qwen()):
+        missing = _missing(pair)
+        if missing:
+            print(f"{pair.name}: skipped, {missing}")
+            continue
+        measured = measure(pair)
+        found.update({f"{pair.name}_{k}": v for k, v in measured.items()})
+        rows = [(name, f"{value:.3f}") for name, value in measured.items()]
+        figures.show(f"{pair.source} → {pair.target}", rows, ("figure", "value"))
+    print(figures.write("bench-c2c", found))
+
+
+def measure(pair: Pair) -> dict[str, float]:
+    bundle = open_bundle(pair.bundle)
+    source, target = load_spec(paths.find_model(pair.source)), load_spec(paths.find_model(pair.target))
+    projector = bundle.projector()
+    assert isinstance(projector, LinearProjector)
+    conversion = Conversion(projector, source, target, PAGE)
+    seconds, bare = conversion_seconds(conversion), product_seconds(projector)
+    prefill = prefill_rate(pair, target)
+    overhead, saturated = put_overhead(source, pair)
+    report = judge(pair)
+    return {
+        "convert_tokens_per_s": TOKENS / seconds,
+        "convert_gflops": TOKENS * projector.flops_per_token() / seconds / 1e9,
+        "sgemm_gflops": TOKENS * projector.flops_per_token() / bare / 1e9,
+        "gemm_fraction": bare / seconds,
+        "prefill_tokens_per_s": prefill,
+        "convert_vs_prefill": TOKENS / seconds / prefill,
+        "put_overhead": overhead,
+        "put_overhead_saturated": saturated,
+        "kl_linear": report.arm("mapped").kl_mean,
+        "kl_issue1520_mlp": report.arm("compare").kl_mean,
+    }
+
+
+def conversion_seconds(conversion: Conversion) -> float:
+    """Time to convert TOKENS tokens, pages in and pages out."""
+    shape = conversion.source_shape
+    count = TOKENS // PAGE
+    pages = [
+        memoryview(torch.randn(2, PAGE, shape.layers, shape.width).bfloat16().view(torch.uint8).numpy().reshape(-1))
+        for _ in range(count)
+    ]
+    outs = [memoryview(bytearray(conversion.target_bytes)) for _ in range(count)]
+
+    def run() -> None:
+        assert conversion.run(pages, range(count), outs) == [None] * count
+
+    return figures.seconds(run, repeats=7)
+
+
+def product_seconds(projector: LinearProjector) -> float:
+    """Time of the bare products of the same shapes on contiguous operands: the machine's own fp32 rate."""
+    shapes = projector.shapes()
+    x = {rows: torch.randn(TOKENS, rows) for rows, _ in shapes}
+    weights = [torch.randn(rows, columns) for rows, columns in shapes]
+    outs = [torch.empty(TOKENS, columns) for _, columns in shapes]
+
+    def run() -> None:
+        for w, out in zip(weights, outs, strict=True):
+            torch.mm(x[w.shape[0]], w, out=out)
+
+    return figures.seconds(run, repeats=7)
+
+
+def prefill_rate(pair: Pair, target: ModelSpec) -> float:
+    """Tokens/s of the target's own prefill in the built-in engine, without a pool."""
+    instance = Instance(paths.find_model(pair.target), target, None, page_size=PAGE)
+    try:
+        prompt = torch.randint(10, min(1000, target.vocab_size), (PROMPT,)).tolist()
+        return PROMPT / figures.seconds(
+            lambda: instance.generate(GenerateRequest(prompt=prompt, max_tokens=0)), repeats=3
+        )
+    finally:
+        instance.close()
+
+
+def put_overhead(source: ModelSpec, pair: Pair) -> tuple[float, float]:
+    """(paced, saturated): median time of putting one prompt's pages with the rule on ÷ with no rule.
+
+    Master, messenger and converter are processes of their own. Puts with and without the rule alternate. Paced: as an engine
+    puts, the next prompt comes when the last one's conversion is over. Saturated: back to back, so that the converter competes for
+    the cores and memory all the time.
+    """
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Cluster(Path(folder) / "on", _c2c_file(Path(folder), pair)) as on,
+        Cluster(Path(folder) / "off", None) as off,
+    ):
+        return tuple(_ratio(on, off, source, pause) for pause in (0.25, 0.0))  # type: ignore[return-value]
+
+
+class Cluster:
+    """Master, messenger and, with a C2C file, converter, as processes; a client on them."""
+
+    def __init__(self, folder: Path, c2c: Path | None) -> None:
+        folder.mkdir()
+        master, messenger = str(folder / "master"), str(folder / "messenger")
+        command = [sys.executable, "-m", "moonpool"]
+        self._processes = [
+            subprocess.Popen([*command, "master", "--socket", master, *(["--c2c", str(c2c)] if c2c else [])]),
+        ]
+        _wait_for(Path(master))
+        self._processes.append(
+            subprocess.Popen(
+                [*command, "messenger", "--socket", messenger, "--master", master, "--capacity-mib", "2048"]
+            )
+        )
+        _wait_for(Path(messenger))
+        time.sleep(0.5)  # until the messenger has registered
+        if c2c:
+            self._processes.append(subprocess.Popen([*command, "converter", "--master", master]))
+            time.sleep(8)  # until it has loaded its bundle
+        from moonpool.store.client import PoolClient
+
+        self.pool = PoolClient.connect(master)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.close()
+        for process in reversed(self._processes):
+            process.terminate()
+            process.wait()
+
+
+def _ratio(on: Cluster, off: Cluster, source: ModelSpec, pause: float) -> float:
+    identity, shape = source.identity(PAGE), source.page_shape(PAGE)
+    page = torch.randn(shape.nbytes // 2).bfloat16().view(torch.uint8).numpy()
+    times: dict[int, list[float]] = {0: [], 1: []}
+    for round_ in range(PUT_ROUNDS):
+        keys = [k.text for k in identity.page_keys([round_, int(pause * 100), *range(PROMPT - 2)])]
+        for which, cluster in enumerate((off, on) if round_ % 2 else (on, off)):
+            start = time.perf_counter()
+            cluster.pool.batch_put(keys, [page] * len(keys))
+            times[which ^ (1 - round_ % 2)].append(time.perf_counter() - start)
+            time.sleep(pause)
+    warm = PUT_ROUNDS // 4
+    return statistics.median(times[1][warm:]) / statistics.median(times[0][warm:])
+
+
+def _c2c_file(folder: Path, pair: Pair) -> Path:
+    path = folder / "c2c.yaml"
+    file = {
+        "models": {"s": {"ref": paths.find_model(pair.source)}, "t": {"ref": paths.find_model(pair.target)}},
+        "rules": [{"source": "s", "target": "t", "bundle": str(pair.bundle.resolve())}],
+        "page_size": PAGE,
+    }
+    path.write_bytes(msgspec.yaml.encode(file))
+    return path
+
+
+def _wait_for(path: Path) -> None:
+    end = time.monotonic() + 60
+    while not path.exists():
+        if time.monotonic() > end:
+            raise SystemExit(f"{path} did not appear")
+        time.sleep(0.05)
+
+
+def judge(pair: Pair) -> Report:
+    """The evaluator's report on the bundle beside the baseline, made now."""
+    out = Path("build") / "reports" / pair.name
+    command = ["-m", "moonpool", "c2c", "eval", "--bundle", str(pair.bundle), "--compare", str(pair.baseline)]
+    command += ["--source", pair.source, "--target", pair.target, "--out", str(out), *pair.text]
+    subprocess.run([sys.executable, *command], check=True)
+    return Report.read(out / "report.json")
+
+
+def bundled() -> Pair:
+    raise SystemExit("not yet")
+
+
+def qwen() -> Pair:
+    raise SystemExit("not yet")
+
+
+def _missing(pair: Pair) -> str:
+    for model in (pair.source, pair.target):
+        if not Path(paths.find_model(model)).is_dir():
+            return f"no model `{model}` in MOONPOOL_MODELS"
+    for bundle in (pair.bundle, pair.baseline):
+        if not bundle.is_dir():
+            return f"no bundle {bundle}: fit it first (README)"
+    return ""
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main()
+
+
+__all__ = ["Bundle"]
