@@ -1,0 +1,188 @@
+"""Runs a model to get its KV, and runs it over KV that came from somewhere else.
+
+Both halves of judging a projector: `CausalModel.kv` gives what the pool would hold for some tokens, `CausalModel.logits` and
+`CausalModel.batch_logits` give what the model says when its cache is injected. Arithmetic is fp32; KV is rounded once to
+bf16, to nearest even, as the pool stores it.
+
+Memory: the weights in fp32 (4 B × parameters; 6.2 GB for a 1.5B model) plus, per call, the activations of one chunk. The KV
+that comes back takes `4 × tokens × layers × heads × dim` bytes (both halves, bf16).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moonpool.c2c.signature import ModelSpec, load_spec
+from moonpool.errors import ModelError
+from moonpool.keys import digest
+
+
+@dataclass(frozen=True, slots=True)
+class KV:
+    """KV of some tokens: `k` (after RoPE) and `v`, each `[tokens, layers, heads, dim]`."""
+
+    k: Tensor
+    v: Tensor
+
+    def __len__(self) -> int:
+        return self.k.shape[0]
+
+    def __getitem__(self, rows: slice) -> KV:
+        return KV(self.k[rows], self.v[rows])
+
+    def rounded(self) -> KV:
+        """In bf16, to nearest even: what the pool would give back."""
+        return KV(self.k.to(torch.bfloat16), self.v.to(torch.bfloat16))
+
+
+def concat(parts: list[KV]) -> KV:
+    """The tokens of all parts, in order."""
+    return KV(torch.cat([p.k for p in parts]), torch.cat([p.v for p in parts]))
+
+
+class CausalModel:
+    """A model folder, loaded in fp32 on the CPU. Raises ModelError if the folder is none of a supported model."""
+
+    def __init__(self, folder: str | Path) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self.folder = Path(folder)
+        self.spec: ModelSpec = load_spec(folder)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        except (OSError, ValueError, SafetensorError) as e:
+            raise ModelError(f"cannot load the model: {e}", key=str(folder)) from e
+        model.eval()
+        self._model: Any = model
+        self._base: Any = model.base_model
+        self._head: Any = model.get_output_embeddings()
+        # transformers renamed the argument in 5.2x; the cache object is the same.
+        takes = inspect.signature(self._base.forward).parameters
+        self._cache_argument = "cache" if "cache" in takes else "past_key_values"
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The folder's tokenizer (transformers)."""
+        return load_tokenizer(self.folder)
+
+    @torch.no_grad()
+    def kv(self, tokens: Tensor, *, chunk: int = 1024) -> KV:
+        """bf16 KV of `tokens` (`[N]`, at positions 0…N-1), computed in fp32, `chunk` tokens at a time."""
+        cache = self._cache(None, 1)
+        for start in range(0, len(tokens), chunk):
+            self._hidden(tokens[None, start : start + chunk], cache, start)
+        return _read_cache(cache).rounded()
+
+    @torch.no_grad()
+    def logits(self, prefix: KV | None, tokens: Tensor, *, start: int | None = None) -> Tensor:
+        """fp32 `[M, vocab]`: next-token logits of `tokens` (`[M]`) over the given cache.
+
+        The first token stands at position `start`, by default right after the prefix; keys keep the rotation they have.
+        """
+        at = start if start is not None else (len(prefix) if prefix else 0)
+        return self._head(self._hidden(tokens[None], self._cache(prefix, 1), at)[0])
+
+    @torch.no_grad()
+    def batch_logits(self, prefix: KV | None, rows: list[Tensor], *, start: int | None = None) -> list[Tensor]:
+        """Like `logits` for several continuations of one prefix in one pass; shorter rows are padded behind their end."""
+        at = start if start is not None else (len(prefix) if prefix else 0)
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        hidden = self._hidden(padded, self._cache(prefix, len(rows)), at)
+        return [self._head(h[: len(r)]) for h, r in zip(hidden, rows, strict=True)]
+
+    @contextmanager
+    def attention_outputs(self) -> Iterator[list[Tensor]]:
+        """While open, every pass appends to the list what attention gives in each layer, before the output projection:
+        `[batch, M, heads * dim]`, layers in order."""
+        seen: list[Tensor] = []
+
+        def keep(_module: Any, inputs: tuple[Tensor, ...]) -> None:
+            seen.append(inputs[0].detach())
+
+        hooks = [layer.self_attn.o_proj.register_forward_pre_hook(keep) for layer in self._base.layers]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hidden(self, tokens: Tensor, cache: Any, start: int) -> Tensor:
+        positions = torch.arange(start, start + tokens.shape[1])[None].expand(tokens.shape)
+        inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": True, self._cache_argument: cache}
+        return self._base(**inputs).last_hidden_state
+
+    def _cache(self, prefix: KV | None, batch: int) -> Any:
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self._model.config)
+        if prefix is not None:
+            k, v = (t.to(torch.float32).permute(1, 2, 0, 3) for t in (prefix.k, prefix.v))
+            for layer in range(k.shape[0]):
+                cache.update(k[layer][None].expand(batch, -1, -1, -1), v[layer][None].expand(batch, -1, -1, -1), layer)
+        return cache
+
+
+def _read_cache(cache: Any) -> KV:
+    """`[1, heads, tokens, dim]` per layer → `[tokens, layers, heads, dim]`."""
+    k = torch.stack([layer.keys[0] for layer in cache.layers]).permute(2, 0, 1, 3)
+    v = torch.stack([layer.values[0] for layer in cache.layers]).permute(2, 0, 1, 3)
+    return KV(k.contiguous(), v.contiguous())
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer of a model folder. Raises ModelError."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as e:
+        raise ModelError(f"cannot load the tokenizer: {e}", key=str(folder)) from e
+
+
+class CaptureStore:
+    """KV of documents on disk, one safetensors file each, so that a second fit needs no second pass.
+
+    A file is named after the model's revision and the document's tokens, and is written whole or not at all; an interrupted
+    capture goes on where it stopped. The model is loaded only when a document is missing.
+    """
+
+    def __init__(self, folder: Path, model: str | Path) -> None:
+        """`folder` holds the captures, `model` is the model's folder."""
+        self._folder, self.folder = folder, Path(model)
+        self.spec = load_spec(model)
+
+    @cached_property
+    def model(self) -> CausalModel:
+        """The model itself, loaded on first use."""
+        return CausalModel(self.folder)
+
+    def path(self, tokens: Tensor) -> Path:
+        raw = tokens.to(torch.int64).numpy().tobytes()
+        name = digest("moonpool.capture", [("revision", self.spec.revision), ("tokens", raw)])
+        return self._folder / self.spec.name.replace("/", "-") / f"{name}.safetensors"
+
+    def get(self, tokens: Tensor) -> KV:
+        """The document's bf16 KV, read from disk or computed and kept."""
+        path = self.path(tokens)
+        if path.is_file():
+            found = load_file(path)
+            return KV(found["k"], found["v"])
+        kv = self.model.kv(tokens)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        save_file({"k": kv.k, "v": kv.v}, temporary)
+        temporary.replace(path)
+        return kv

@@ -1,0 +1,115 @@
+"""Questions whose answers stand only in the context: does a cache carry facts, or just the mood of a text?
+
+A document is ordinary sentences with lines `Name: value` between them; a question is `\\nName:` and its answer ` value`. Values
+are drawn at random, so nothing that a model learned helps, and questions are drawn with replacement, so that elimination
+does not help either. Every document has a *twin*: the same sentences and names with other values. Serving the twin's cache
+must give the twin's answers, i.e. none of the document's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moonpool.c2c.facts_words import NAMES, VALUES
+from moonpool.errors import ConfigError
+
+SENTENCES = (
+    "The list below was kept by hand for years.",
+    "Nobody remembers why the order is what it is.",
+    "Some of the entries were written twice and then crossed out.",
+    "A clerk copied the rest of the page on the next day.",
+    "The weather had been fair for most of the week.",
+    "It is said that the office closed early on Fridays.",
+    "The margin holds a note about the price of paper.",
+    "Later readers have added nothing of importance.",
+)
+"""Filler where the caller has no text of the models' own domain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """`prompt` continues the document; `answer` are the tokens of the right value, `wrong` those of the twin's."""
+
+    prompt: Tensor
+    answer: Tensor
+    wrong: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FactDocument:
+    """`tokens` and `twin` have the asked length exactly; no fact lies in the first `margin` tokens."""
+
+    tokens: Tensor
+    twin: Tensor
+    questions: list[Question]
+    facts: int
+    """Facts in the document: a guess among its values is right with chance 1 / facts."""
+
+
+class FactWriter:
+    """Writes fact documents with one tokenizer (transformers' or anything with `encode(text, add_special_tokens=)`)."""
+
+    def __init__(self, tokenizer: Any, *, sentences: Sequence[str] = SENTENCES, seed: int = 0) -> None:
+        self._tokenizer, self._sentences, self._rng = tokenizer, list(sentences), random.Random(seed)
+
+    def document(self, length: int, *, facts: int = 12, questions: int = 8, margin: int = 16) -> FactDocument:
+        """One document. Its first `margin` tokens hold no fact, so that a native first page answers nothing, and neither do its
+        last tokens, so that it may be cut anywhere in them. Raises ConfigError if that many facts do not fit."""
+        names = self._rng.sample(NAMES, facts)
+        mine, other = self._rng.sample(VALUES, facts), self._rng.sample(VALUES, facts)
+        other = [
+            o if o != m else next(v for v in VALUES if v not in (m, *other)) for m, o in zip(mine, other, strict=True)
+        ]
+        plan = self._plan(length - margin, names, (mine, other), margin)
+        while self._size(plan, names, (mine, other)) < length + margin:
+            plan.append(self._rng.choice(self._sentences))
+        tokens, twin = (self._encode(_text(plan, names, values))[:length] for values in (mine, other))
+        asked = [self._rng.randrange(facts) for _ in range(questions)]
+        return FactDocument(tokens, twin, [self._question(names[i], mine[i], other[i]) for i in asked], facts)
+
+    def _plan(self, length: int, names: list[str], values: tuple[list[str], list[str]], margin: int) -> list[str | int]:
+        """Sentences (text) and facts (indices) in order, as many sentences as fit, at seeded places."""
+        lead: list[str | int] = []
+        while not lead or self._size(lead, names, values) < margin:
+            lead.append(self._rng.choice(self._sentences))
+        plan = [*lead, *range(len(names))]
+        if self._size(plan, names, values) > length:
+            raise ConfigError("the facts do not fit", need=f"{len(names)} lines", have=f"{length} tokens")
+        while True:
+            longer = list(plan)
+            longer.insert(self._rng.randint(len(lead), len(plan)), self._rng.choice(self._sentences))
+            if self._size(longer, names, values) > length:
+                return plan
+            plan = longer
+
+    def _size(self, plan: list[str | int], names: list[str], values: tuple[list[str], list[str]]) -> int:
+        """Tokens of the longer of document and twin."""
+        return max(len(self._encode(_text(plan, names, v))) for v in values)
+
+    def _question(self, name: str, value: str, wrong: str) -> Question:
+        return Question(self._encode(f"\n{name}:"), self._encode(f" {value}"), self._encode(f" {wrong}"))
+
+    def _encode(self, text: str) -> Tensor:
+        return torch.tensor(self._tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
+
+
+def _text(plan: list[str | int], names: list[str], values: list[str]) -> str:
+    return "\n".join(p if isinstance(p, str) else f"{names[p]}: {values[p]}" for p in plan)
+
+
+def is_exact(logits: Tensor, question: Question, decode: Callable[[int], str]) -> bool:
+    """Whether greedy decoding answers with the value as its first word.
+
+    `logits`: `[len(prompt) + len(answer), vocab]` of prompt and right answer. Greedy decoding gives the value exactly if each of its
+    tokens is the most likely one after those before it, and the word ends there.
+    """
+    said = logits[len(question.prompt) - 1 :].argmax(-1)
+    if not torch.equal(said[:-1], question.answer):
+        return False
+    return not decode(int(said[-1]))[:1].isalpha()

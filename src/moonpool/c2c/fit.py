@@ -1,0 +1,177 @@
+"""Closed-form projector: for each target layer and half, a ridge from a few source layers, in content space.
+
+    capture (or read) KV ─► moments over the training documents ─► greedy layer choice on held-out documents ─► ridge, λ on
+    held-out documents ─► LinearProjector
+
+Position 0 stays out: its KV is a function of the first token alone, extreme, and kept native when serving. Nothing here is
+judged by its fit; that is `evaluate`'s job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.progress import track
+from safetensors import safe_open
+from torch import Tensor
+
+from moonpool.c2c.capture import CaptureStore
+from moonpool.c2c.features import rows
+from moonpool.c2c.moments import Moments
+from moonpool.c2c.projectors.linear import LinearParameters, LinearProjector
+from moonpool.c2c.selection import LAMBDAS, Holdout, LayerChooser, Solution, solve
+from moonpool.c2c.signature import ModelSpec
+from moonpool.errors import ModelError
+
+_ROWS_AT_ONCE = 2048
+
+
+class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
+    layers_per_target: int = 4
+    """Source layers that each half of a target layer reads."""
+    window: int = 6
+    """Candidates: source layers within ± this of the depth-normalised and of the last-aligned index; 0 = all layers."""
+    shell: bool = False
+    """Put mapped keys on the target's key shell (targets with QK-norm only)."""
+    lambdas: tuple[float, ...] = LAMBDAS
+
+
+class LayerFit(msgspec.Struct, frozen=True):
+    """How one half of one target layer is read."""
+
+    target_layer: int
+    half: str
+    source_layers: list[int]
+    ridge: float
+    r2: float
+
+
+class Fit(msgspec.Struct, frozen=True):
+    projector: LinearProjector
+    layers: list[LayerFit]
+    tokens: int
+
+
+class Documents(msgspec.Struct, frozen=True):
+    """Documents (`[N]` token ids each) for the moments, and others for choosing layers and λ."""
+
+    train: list[Tensor]
+    choose: list[Tensor]
+
+
+def fit_linear(
+    source: CaptureStore, target: CaptureStore, documents: Documents, options: FitOptions, console: Console
+) -> Fit:
+    """Fit. Prints its memory bound first and progress while it runs. Raises ModelError, ConversionError."""
+    layers = range(source.spec.num_layers)
+    layer_width, width = 2 * _width(source.spec), 2 * _width(target.spec) * target.spec.num_layers
+    need = Moments.bytes_needed(len(layers), layer_width, width)
+    console.print(f"moments: {need / 1e9:.2f} GB, and as much again at most while solving")
+    gains = key_gains(target) if options.shell else None
+    moments = Moments(layers, layer_width, width)
+    for x, y in _batches(pairs(source, target, _progress(documents.train, "moments", console), gains)):
+        moments.add(x.flatten(1), y.flatten(1))
+    held = list(pairs(source, target, documents.choose, gains))
+    holdout = Holdout(torch.cat([x.flatten(2) for x, _ in held]), torch.cat([y.flatten(1) for _, y in held]))
+    solutions = [
+        _fit_layer(moments, holdout, t, source.spec, target.spec, options)
+        for t in _progress(range(target.spec.num_layers), "layers", console)
+    ]
+    projector = _assemble(solutions, source.spec, target.spec, gains)
+    return Fit(
+        projector, [_describe(t, h, s) for t, p in enumerate(solutions) for h, s in enumerate(p)], int(moments.weight)
+    )
+
+
+def _progress(items: Sequence[Tensor] | range, what: str, console: Console) -> Iterable:  # type: ignore[type-arg]
+    return track(items, what, console=console, transient=True)
+
+
+def _width(spec: ModelSpec) -> int:
+    return spec.num_kv_heads * spec.head_dim
+
+
+def pairs(
+    source: CaptureStore, target: CaptureStore, documents: Iterable[Tensor], gains: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(x, y) of each document but for position 0: fp32 `[N - 1, layers, 2, width]`, keys un-rotated, target keys over `gains`."""
+    for tokens in documents:
+        x = rows(source.get(tokens), source.spec.rope)[1:]
+        y = rows(target.get(tokens), target.spec.rope)[1:]
+        if gains is not None:
+            y[:, :, 0] /= gains.repeat(1, target.spec.num_kv_heads)
+        yield x, y
+
+
+def _batches(found: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Documents put together: the accumulators are then walked through less often."""
+    xs: list[Tensor] = []
+    ys: list[Tensor] = []
+    for x, y in found:
+        xs.append(x)
+        ys.append(y)
+        if sum(map(len, xs)) >= _ROWS_AT_ONCE:
+            yield torch.cat(xs), torch.cat(ys)
+            xs, ys = [], []
+    if xs:
+        yield torch.cat(xs), torch.cat(ys)
+
+
+def candidates(t: int, source_layers: int, target_layers: int, window: int) -> list[int]:
+    """Source layers that target layer `t` may read."""
+    if not window:
+        return list(range(source_layers))
+    centre = round(t * (source_layers - 1) / max(1, target_layers - 1))
+    last_aligned = t + source_layers - target_layers
+    near = {c + d for c in (centre, last_aligned) for d in range(-window, window + 1)}
+    return sorted(c for c in near if 0 <= c < source_layers)
+
+
+def _fit_layer(
+    moments: Moments, holdout: Holdout, t: int, source: ModelSpec, target: ModelSpec, options: FitOptions
+) -> tuple[Solution, Solution]:
+    chooser = LayerChooser(moments, holdout, candidates(t, source.num_layers, target.num_layers, options.window))
+    width = _width(target)
+    k, v = (slice((2 * t + h) * width, (2 * t + h + 1) * width) for h in (0, 1))
+    return (
+        solve(moments, holdout, chooser.choose(k, options.layers_per_target), k, options.lambdas),
+        solve(moments, holdout, chooser.choose(v, options.layers_per_target), v, options.lambdas),
+    )
+
+
+def _describe(t: int, half: int, s: Solution) -> LayerFit:
+    return LayerFit(t, "kv"[half], s.at, s.ridge, s.r2)
+
+
+def _assemble(
+    solutions: Sequence[tuple[Solution, Solution]], source: ModelSpec, target: ModelSpec, gains: Tensor | None
+) -> LinearProjector:
+    parameters = LinearParameters(
+        source_layers=source.num_layers,
+        source_width=_width(source),
+        target_layers=target.num_layers,
+        target_width=_width(target),
+        sources=[[s.at for s in pair] for pair in solutions],
+        shell_dim=target.head_dim if gains is not None else 0,
+    )
+    weights = [[s.weight for s in pair] for pair in solutions]
+    biases = torch.stack([torch.stack([s.bias for s in pair]) for pair in solutions])
+    return LinearProjector(parameters, weights, biases, gains)
+
+
+def key_gains(target: CaptureStore) -> Tensor:
+    """The target's `k_norm` gains, fp32 `[layers, head_dim]`, read from its weights. Raises ModelError if it has none."""
+    found: dict[int, Tensor] = {}
+    for path in sorted(Path(target.folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - not a dict
+                if name.endswith(".self_attn.k_norm.weight"):
+                    found[int(name.split(".")[-4])] = weights.get_tensor(name).to(torch.float32)
+    gains = [found.get(t) for t in range(target.spec.num_layers)]
+    if not all(g is not None and len(g) == target.spec.head_dim and bool((g.abs() > 1e-4).all()) for g in gains):
+        raise ModelError("no usable k_norm gains", key=target.spec.name, fix="Fit without the key shell.")
+    return torch.stack([g for g in gains if g is not None])

@@ -1,0 +1,143 @@
+"""What the evaluator found, as data (`report.json`) and to read (Markdown, rich table)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from moonpool.errors import BundleCorrupt
+
+FORMAT = 1
+_MAX_BYTES = 16 << 20
+
+
+class Arm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One way to fill the target's cache, and what the target then says."""
+
+    name: str
+    nll: float
+    """Mean negative log-likelihood of the continuation, nats per token."""
+    kl_mean: float
+    """KL(native ‖ this arm) of the next-token distribution, nats, mean over tokens."""
+    kl_p95: float
+    top1: float
+    """Share of tokens whose most likely next token is the native one."""
+    recovery: float
+    """(NLL without context − NLL of this arm) / (NLL without context − native NLL): 1 = native, 0 = as if without context."""
+    facts: float | None = None
+    """Share of context-only questions that greedy decoding answers with the document's value."""
+    attention_cosine: list[float] = []
+    """Per layer: cosine of the attention output with the native run's, mean over tokens (errors of the layers below included)."""
+
+
+class Protocol(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the arms were run."""
+
+    prefix_tokens: int
+    continuation_tokens: int
+    page_size: int
+    documents: int
+    fact_documents: int = 0
+    fact_questions: int = 0
+    fact_chance: float = 0.0
+    """Chance of a guess among the values that stand in the document."""
+    first_page: str = "native in every arm but no_context"
+    no_context: str = "continuation alone, from position 0"
+    texts: list[str] = []
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: int = FORMAT
+    source: str
+    source_revision: str
+    target: str
+    target_revision: str
+    projector: str
+    """Kind of the projector that the `mapped` arm uses."""
+    protocol: Protocol
+    arms: list[Arm]
+    r2_k: list[float]
+    """Per target layer, of content keys on the held-out prefixes; reported, never gating (field-bugs O4)."""
+    r2_v: list[float]
+
+    def arm(self, name: str) -> Arm:
+        """Raises BundleCorrupt if the report has no such arm."""
+        for arm in self.arms:
+            if arm.name == name:
+                return arm
+        raise BundleCorrupt("the report lacks an arm", need=name, have=", ".join(a.name for a in self.arms))
+
+
+def to_json(report: Report) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(report), indent=1)
+
+
+def from_json(raw: bytes) -> Report:
+    """Raises BundleCorrupt for anything but a report of this format."""
+    try:
+        report = msgspec.json.decode(raw, type=Report)
+    except (msgspec.DecodeError, msgspec.ValidationError) as e:
+        raise BundleCorrupt(f"report: {e}") from e
+    if report.format != FORMAT:
+        raise BundleCorrupt("report of another format", need=str(FORMAT), have=str(report.format))
+    return report
+
+
+def read_report(path: Path) -> Report:
+    """Raises BundleCorrupt (unreadable, too large, not a report)."""
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise BundleCorrupt("report too large", key=str(path), need=f"<= {_MAX_BYTES} B")
+        return from_json(path.read_bytes())
+    except OSError as e:
+        raise BundleCorrupt("cannot read the report", key=str(path), have=e.strerror or str(e)) from e
+
+
+_HEADS = ("arm", "NLL", "recovery", "KL", "KL p95", "top-1", "facts", "attn cos")
+
+
+def _cells(arm: Arm) -> list[str]:
+    facts = "–" if arm.facts is None else f"{arm.facts:.3f}"
+    cosine = f"{min(arm.attention_cosine):.3f}" if arm.attention_cosine else "–"
+    numbers = (arm.nll, arm.recovery, arm.kl_mean, arm.kl_p95, arm.top1)
+    return [arm.name, *(f"{n:.3f}" for n in numbers), facts, cosine]
+
+
+def table(report: Report) -> Table:
+    """For a terminal."""
+    found = Table(title=f"{report.source} → {report.target} ({report.projector})", caption=_caption(report))
+    for i, head in enumerate(_HEADS):
+        found.add_column(head, justify="right" if i else "left", no_wrap=True)
+    for arm in report.arms:
+        found.add_row(*_cells(arm))
+    return found
+
+
+def markdown(report: Report) -> str:
+    """For `report.md`."""
+    lines = [f"# {report.source} → {report.target} ({report.projector})", "", _caption(report), ""]
+    lines += ["| " + " | ".join(_HEADS) + " |", "|" + "---|" * len(_HEADS)]
+    lines += ["| " + " | ".join(_cells(a)) + " |" for a in report.arms]
+    lines += ["", "| target layer | R² of keys | R² of values |", "|---|---|---|"]
+    lines += [f"| {i} | {k:.3f} | {v:.3f} |" for i, (k, v) in enumerate(zip(report.r2_k, report.r2_v, strict=True))]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Attn cos: attention output against native, worst layer. R² is reported and never decides: it does not predict quality.",
+            "",
+        ]
+    )
+
+
+def _caption(report: Report) -> str:
+    p = report.protocol
+    facts = ""
+    if p.fact_questions:
+        facts = f"; {p.fact_questions} questions on {p.fact_documents} fact documents, chance {p.fact_chance:.3f}"
+    return (
+        f"{p.documents} held-out documents: {p.prefix_tokens} tokens of prefix, then {p.continuation_tokens}; "
+        f"pages of {p.page_size}, page 0 {p.first_page}; no_context = {p.no_context}{facts}"
+    )

@@ -1,0 +1,70 @@
+"""`moonpool c2c fit` and `eval` from text files to a bundle with its report."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moonpool.c2c.bundle import open_bundle
+from moonpool.c2c.commands import app
+from moonpool.c2c.report import read_report
+from tests.c2c.tiny import text, tiny_model
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("cli")
+    tiny_model(root / "large", layers=4)
+    tiny_model(root / "small", layers=2, dim=8, seed=1)
+    (root / "texts").mkdir()
+    for i in range(14):
+        (root / "texts" / f"{i:02}.txt").write_text(text(i))
+    return root
+
+
+def run(place: Path, *arguments: str) -> str:
+    common = [
+        "--source",
+        f"{place}/large",
+        "--target",
+        f"{place}/small",
+        "--text",
+        f"{place}/texts",
+        "--work",
+        f"{place}/kept",
+    ]
+    result = CliRunner().invoke(app, [*arguments, *common, "--prefix", "96", "--held", "2"])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_fit_then_eval_side_by_side(place: Path) -> None:
+    run(place, "fit", "--out", f"{place}/linear", "--tokens", "1024", "--layers-per-target", "2")
+    run(place, "fit", "--out", f"{place}/mlp", "--tokens", "1024", "--kind", "mlp", "--epochs", "2")
+    assert open_bundle(place / "linear").manifest.kind == "linear"
+    shown = run(
+        place, "eval", "--bundle", f"{place}/linear", "--compare", f"{place}/mlp", "--facts", "1", "--out", f"{place}/o",
+        "--into-bundle",
+    )  # fmt: skip
+    assert "wrong_document" in shown
+    report = read_report(place / "linear" / "report.json")
+    assert report == read_report(place / "o" / "report.json")
+    assert {"native", "mapped", "compare", "no_context"} <= {a.name for a in report.arms}
+    assert report.protocol.documents == 2
+
+
+def test_errors_are_one_line_and_code_two(place: Path, tmp_path: Path) -> None:
+    arguments = ["eval", "--bundle", f"{tmp_path}/none", "--source", f"{place}/large", "--target", f"{place}/small"]
+    result = CliRunner().invoke(app, [*arguments, "--text", f"{place}/texts"])
+    assert result.exit_code == 2
+    assert "no bundle here" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_the_commands_import_nothing_heavy() -> None:
+    code = "import sys, moonpool.c2c.commands; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

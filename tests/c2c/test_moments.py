@@ -1,0 +1,84 @@
+"""Moments: merging is one pass, weights are repetitions, files come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moonpool.c2c.moments import Moments
+from moonpool.errors import BundleCorrupt, ConfigError
+
+NAMES = ("xx", "xy", "x", "y", "y2", "weight")
+
+
+def data(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 12, generator=g) * 3 + 100, torch.randn(rows, 5, generator=g) - 7
+
+
+def gathered(x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None = None) -> Moments:
+    moments = Moments([0, 2, 5], 4, 5)
+    moments.add(x, y, weights)
+    return moments
+
+
+def assert_same(a: Moments, b: Moments) -> None:
+    for name in NAMES:
+        torch.testing.assert_close(getattr(a, name), getattr(b, name))
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, 5))
+@settings(max_examples=25, deadline=None)
+def test_merging_parts_is_one_pass(sizes: list[int], seed: int) -> None:
+    x, y = data(sum(sizes), seed)
+    merged = Moments([0, 2, 5], 4, 5)
+    for part_x, part_y in zip(x.split(sizes), y.split(sizes), strict=True):
+        merged.merge(gathered(part_x, part_y))
+    assert_same(merged, gathered(x, y))
+
+
+def test_a_weight_of_two_is_the_row_twice() -> None:
+    x, y = data(6)
+    weights = torch.tensor([1.0, 2, 1, 0, 3, 1])
+    again = torch.repeat_interleave(torch.arange(6), weights.long())
+    assert_same(gathered(x, y, weights), gathered(x[again], y[again]))
+
+
+def test_covariances_are_those_of_the_rows() -> None:
+    x, y = data(50)
+    moments = gathered(x, y)
+    both = torch.cov(torch.cat([x, y], 1).double().T, correction=0)
+    at = [2, 0]
+    columns = torch.cat([torch.arange(8, 12), torch.arange(0, 4)])
+    torch.testing.assert_close(moments.covariance(at, at), both[columns][:, columns])
+    torch.testing.assert_close(moments.cross(at, slice(1, 4)), both[columns][:, 13:16])
+    torch.testing.assert_close(moments.variance_y(slice(0, 5)), both.diagonal()[12:])
+
+
+def test_a_column_that_does_not_vary_has_deviation_one() -> None:
+    x, y = data(9)
+    x[:, 1] = 5
+    assert gathered(x, y).deviation([0])[1] == 1
+
+
+def test_file_round_trip(tmp_path: Path) -> None:
+    moments = gathered(*data(9))
+    moments.save(tmp_path / "m.safetensors")
+    found = Moments.load(tmp_path / "m.safetensors")
+    assert (found.layers, found.layer_width) == ([0, 2, 5], 4)
+    assert_same(found, moments)
+
+
+def test_other_columns_do_not_merge() -> None:
+    with pytest.raises(ConfigError, match="other layers"):
+        gathered(*data(3)).merge(Moments([0, 1, 5], 4, 5))
+
+
+def test_a_broken_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m").write_bytes(b"nothing")
+    with pytest.raises(BundleCorrupt):
+        Moments.load(tmp_path / "m")
