@@ -1,0 +1,174 @@
+"""One model, one pool, one scheduler: the instance that a server or a program talks to."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from transformers import AutoTokenizer
+
+from moonpool.c2c.signature import ModelSpec
+from moonpool.clock import Clock, SystemClock
+from moonpool.engine.model import Compute, Runner
+from moonpool.engine.prefix import Origins, PrefixLoader
+from moonpool.engine.publish import Publisher
+from moonpool.engine.request import Event, GenerateRequest, GenerateResult, Handle, OnEvent, Piece
+from moonpool.engine.scheduler import Limits, Scheduler
+from moonpool.engine.sequence import RunningSequence
+from moonpool.engine.stats import EngineStats
+from moonpool.errors import DeadlineExceeded, ModelError, MoonpoolError, RequestError
+from moonpool.store.base import KVPool
+
+log = logging.getLogger(__name__)
+
+_GRACE_S = 30.0
+"""A caller waits so much longer than the request's own deadline before it gives the engine up."""
+
+
+class Instance:
+    """Serves one model. Safe to use from several threads; `close` twice is safe and leaves no thread.
+
+    `origins` says which bundles' pages this model may take: a fixed list of digests, or a function of the request's own wish
+    (`C2CConfig.origins`). Without a pool nothing is loaded or stored. The pool is not closed: whoever opened it does.
+    Raises ModelError if model or tokenizer cannot be loaded, ConfigError for limits that make no sense.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        spec: ModelSpec,
+        pool: KVPool | None,
+        *,
+        page_size: int = 16,
+        origins: Origins | Sequence[str] = (),
+        limits: Limits | None = None,
+        compute: Compute = "auto",
+        device: str = "cpu",
+        clock: Clock | None = None,
+    ) -> None:
+        self.spec, self.page_size = spec, page_size
+        self._clock = clock or SystemClock()
+        limits = limits or Limits()
+        limits.check(page_size)
+        self._tokenizer = _load_tokenizer(str(model))
+        self._runner = Runner(str(model), spec, page_size=page_size, compute=compute, device=device)
+        self._eos = self._runner.eos
+        shape = self._runner.shape
+        loader = PrefixLoader(pool, shape, _origins(origins)) if pool else None
+        self._publisher = Publisher(pool, shape, self._clock, depth=limits.store_queue) if pool else None
+        self._scheduler = Scheduler(self._runner, loader, self._publisher, limits, self._clock)
+
+    # -- text
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, with the special tokens that this tokenizer puts around it."""
+        return [int(t) for t in self._tokenizer.encode(text)]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant begins to speak. Raises RequestError if the model has no
+        chat template or the template refuses these messages."""
+        from jinja2 import TemplateError
+
+        if not self._tokenizer.chat_template:
+            raise RequestError("this model has no chat template", fix="Use /v1/completions.")
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError) as e:
+            raise RequestError(f"the chat template refuses these messages: {e}") from e
+        return [int(t) for t in self._tokenizer.encode(text, add_special_tokens=False)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    # -- generation
+
+    def submit(self, request: GenerateRequest, on_event: OnEvent) -> Handle:
+        """Start a request. `on_event` gets pieces, then one result or error, from the engine's threads.
+
+        Raises RequestError, ContextTooLong, QueueFull, EngineClosed; then no event comes.
+        """
+        request.validate(max_positions=self.spec.max_positions, vocab_size=self.spec.vocab_size)
+        seq = RunningSequence(
+            request,
+            on_event,
+            identity=self.spec.identity(self.page_size, salt=request.salt),
+            decode=self.decode,
+            eos=self._eos,
+            now=self._clock.now(),
+        )
+        self._scheduler.submit(seq)
+        return seq.handle
+
+    def stream(self, request: GenerateRequest) -> Iterator[Piece | GenerateResult]:
+        """Pieces of text, then the result. Leaving the loop early aborts the request. Raises what `submit` does, at once,
+        and what became of the request."""
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        return self._drain(self.submit(request, events.put), events, request.deadline_s + _GRACE_S)
+
+    def _drain(
+        self, handle: Handle, events: queue.SimpleQueue[Event], timeout: float
+    ) -> Iterator[Piece | GenerateResult]:
+        try:
+            while True:
+                try:
+                    event = events.get(timeout=timeout)
+                except queue.Empty:
+                    raise DeadlineExceeded("the engine does not answer", need=f"an event in {timeout:g} s") from None
+                if isinstance(event, MoonpoolError):
+                    raise event
+                yield event
+                if isinstance(event, GenerateResult):
+                    return
+        finally:
+            handle.abort()
+
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Run a request to its end. Raises what `stream` does."""
+        for event in self.stream(request):
+            if isinstance(event, GenerateResult):
+                return event
+        raise AssertionError("a stream ends with a result or an error")
+
+    # -- the rest
+
+    def flush(self, timeout: float = 30.0) -> bool:
+        """Wait until every page computed so far is stored (or refused); False after `timeout` seconds."""
+        return self._publisher.flush(timeout) if self._publisher else True
+
+    def stats(self) -> EngineStats:
+        return self._scheduler.stats()
+
+    @property
+    def closed(self) -> bool:
+        return self._scheduler.closing
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Fail what runs, store what was computed (for at most `timeout` seconds), end the threads."""
+        self._scheduler.close(timeout)
+        if self._publisher:
+            self._publisher.close(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _origins(given: Origins | Sequence[str]) -> Origins:
+    if callable(given):
+        return given
+    fixed = tuple(given)
+    return lambda wish: () if wish is False else fixed
+
+
+def _load_tokenizer(ref: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(ref)
+    except (OSError, ValueError) as e:
+        raise ModelError(f"cannot load the tokenizer: {e}", key=ref) from e

@@ -1,0 +1,99 @@
+"""Running the HTTP front: in the foreground (`serve`) or on a thread (`ServerThread`)."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+import uvicorn
+
+from moonpool.engine.instance import Instance
+from moonpool.engine.server import EngineApp
+from moonpool.errors import ConfigError
+
+_GRACE_S = 5
+"""Seconds that running answers get when the server stops."""
+
+
+def serve(instances: Mapping[str, Instance], host: str = "127.0.0.1", port: int = 8000, *, api_key: str = "") -> None:
+    """Serve until SIGINT or SIGTERM. The instances stay open; whoever made them closes them.
+
+    Raises ConfigError: the port is in use, or the host is not loopback and there is no `api_key`.
+    """
+    with bind(host, port, api_key=api_key) as listener:
+        _server(instances, api_key).run(sockets=[listener])
+
+
+class ServerThread:
+    """The same on a thread: `start`, `url`, `stop`. `port` 0 takes a free one. Raises ConfigError as `serve` does."""
+
+    def __init__(
+        self, instances: Mapping[str, Instance], host: str = "127.0.0.1", port: int = 0, *, api_key: str = ""
+    ) -> None:
+        self._listener = bind(host, port, api_key=api_key)
+        at, self.port = self._listener.getsockname()[:2]
+        self.url = f"http://[{at}]:{self.port}" if ":" in at else f"http://{at}:{self.port}"
+        self._server = _server(instances, api_key)
+        self._thread = threading.Thread(target=self._run, name="moonpool-http", daemon=True)
+
+    def _run(self) -> None:
+        self._server.run(sockets=[self._listener])
+
+    def start(self) -> Self:
+        """Returns at once: the socket already listens, so clients that come early only wait a moment."""
+        self._thread.start()
+        return self
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """Let running answers end for a few seconds, then cut them; leaves no thread. Twice is safe."""
+        self._server.should_exit = True
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+            self._server.force_exit = True
+            self._thread.join(timeout)
+        self._listener.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+
+def bind(host: str, port: int, *, api_key: str) -> socket.socket:
+    """A listening TCP socket. Raises ConfigError: see `serve`."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, OverflowError) as e:
+        raise ConfigError(f"no such address: {e}", key=f"{host}:{port}") from e
+    if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback and not api_key:
+        fix = "Set an API key, or bind 127.0.0.1."
+        raise ConfigError("other machines could reach this address and there is no API key", key=host, fix=fix)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as e:
+        listener.close()
+        why = f"port {port} is in use" if e.errno == errno.EADDRINUSE else f"cannot listen: {e.strerror}"
+        raise ConfigError(why, key=f"{host}:{port}", fix="Choose another port, or 0 for any free one.") from e
+    return listener
+
+
+def _server(instances: Mapping[str, Instance], api_key: str) -> uvicorn.Server:
+    app = EngineApp(instances, api_key=api_key)
+    config = uvicorn.Config(
+        app.asgi,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+    return uvicorn.Server(config)

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonpool.c2c.signature import ModelSpec, load_spec
+from moonpool.engine.instance import Instance
+from moonpool.store.embedded import EmbeddedPool
+from tests.engine.models import build
+
+PAGE = 16
+
+
+@pytest.fixture(scope="session", params=["qwen3", "llama"])
+def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("models") / request.param, request.param, seed=3)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("models") / "tiny", "qwen3", seed=7)
+
+
+@pytest.fixture(scope="session")
+def spec(model: Path) -> ModelSpec:
+    return load_spec(model)
+
+
+@pytest.fixture
+def pool() -> Iterator[EmbeddedPool]:
+    with EmbeddedPool(capacity=32 << 20) as pool:
+        yield pool
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Instance]]:
+    """Instances that are closed at the end of the test, with a check that no engine thread is left."""
+    made: list[Instance] = []
+
+    def begin(model: Path, pool: Any = None, **options: Any) -> Instance:
+        instance = Instance(model, load_spec(model), pool, page_size=PAGE, **{"compute": "float32", **options})
+        made.append(instance)
+        return instance
+
+    yield begin
+    for instance in made:
+        instance.close()
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("moonpool-") and t.is_alive()]
+
+
+def prompt(n: int, seed: int = 0) -> list[int]:
+    """`n` pseudo-random token ids that are no special tokens."""
+    return [4 + (i * 7919 + seed * 104729 + i * i * 31) % 250 for i in range(n)]
+
+
+def stored_pages(pool: EmbeddedPool, instance: Instance, tokens: Sequence[int]) -> list[int]:
+    """Indices of the native pages of `tokens` that the pool has."""
+    keys = instance.spec.identity(PAGE).page_keys(tokens)
+    return [k.index for k, there in zip(keys, pool.batch_is_exist([k.text for k in keys]), strict=True) if there]
