@@ -65,7 +65,7 @@ class CausalModel:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         except (OSError, ValueError, SafetensorError) as e:
             raise ModelError(f"cannot load the model: {e}", key=str(folder)) from e
-        model.eval()
+        model.eval().requires_grad_(False)
         self._model: Any = model
         self._base: Any = model.base_model
         self._head: Any = model.get_output_embeddings()
@@ -86,14 +86,15 @@ class CausalModel:
             self._hidden(tokens[None, start : start + chunk], cache, start)
         return _read_cache(cache).rounded()
 
-    @torch.no_grad()
-    def logits(self, prefix: KV | None, tokens: Tensor, *, start: int | None = None) -> Tensor:
+    def logits(self, prefix: KV | None, tokens: Tensor, *, start: int | None = None, grad: bool = False) -> Tensor:
         """fp32 `[M, vocab]`: next-token logits of `tokens` (`[M]`) over the given cache.
 
-        The first token stands at position `start`, by default right after the prefix; keys keep the rotation they have.
+        The first token stands at position `start`, by default right after the prefix; keys keep the rotation they have. With
+        `grad` gradients flow back into the prefix (never into the model).
         """
         at = start if start is not None else (len(prefix) if prefix else 0)
-        return self._head(self._hidden(tokens[None], self._cache(prefix, 1), at)[0])
+        with torch.set_grad_enabled(grad):
+            return self._head(self._hidden(tokens[None], self._cache(prefix, 1), at)[0])
 
     @torch.no_grad()
     def batch_logits(self, prefix: KV | None, rows: list[Tensor], *, start: int | None = None) -> list[Tensor]:
