@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +25,17 @@ import torch
 
 from benchmarks import figures
 from moonpool import paths
-from moonpool.c2c.bundle import Bundle, open_bundle
+from moonpool.c2c.bundle import open_bundle
+from moonpool.c2c.config import load_c2c
 from moonpool.c2c.convert import Conversion
+from moonpool.c2c.pages import pack
 from moonpool.c2c.projectors.linear import LinearProjector
-from moonpool.c2c.report import Report
+from moonpool.c2c.report import Report, read_report
 from moonpool.c2c.signature import ModelSpec, load_spec
 from moonpool.engine.instance import Instance
 from moonpool.engine.request import GenerateRequest
+from moonpool.store.client import PoolClient
+from moonpool.testing.cluster import LocalCluster
 
 PAGE = 16
 TOKENS = 2048
@@ -59,7 +65,7 @@ def main() -> None:
             continue
         measured = measure(pair)
         found.update({f"{pair.name}_{k}": v for k, v in measured.items()})
-        rows = [(name, f"{value:.3f}") for name, value in measured.items()]
+        rows = [(figure, f"{value:.3f}") for figure, value in measured.items()]
         figures.show(f"{pair.source} → {pair.target}", rows, ("figure", "value"))
     print(figures.write("bench-c2c", found))
 
@@ -92,10 +98,8 @@ def conversion_seconds(conversion: Conversion) -> float:
     """Time to convert TOKENS tokens, pages in and pages out."""
     shape = conversion.source_shape
     count = TOKENS // PAGE
-    pages = [
-        memoryview(torch.randn(2, PAGE, shape.layers, shape.width).bfloat16().view(torch.uint8).numpy().reshape(-1))
-        for _ in range(count)
-    ]
+    half = PAGE, shape.layers, shape.heads, shape.dim
+    pages = [bytes(pack(torch.randn(half), torch.randn(half))) for _ in range(count)]
     outs = [memoryview(bytearray(conversion.target_bytes)) for _ in range(count)]
 
     def run() -> None:
@@ -139,60 +143,44 @@ def put_overhead(source: ModelSpec, pair: Pair) -> tuple[float, float]:
     """
     with (
         tempfile.TemporaryDirectory() as folder,
-        Cluster(Path(folder) / "on", _c2c_file(Path(folder), pair)) as on,
-        Cluster(Path(folder) / "off", None) as off,
+        cluster(_c2c_file(Path(folder), pair)) as on,
+        cluster(None) as off,
     ):
-        return tuple(_ratio(on, off, source, pause) for pause in (0.25, 0.0))  # type: ignore[return-value]
+        return _ratio(on, off, source, 0.25), _ratio(on, off, source, 0.0)
 
 
-class Cluster:
-    """Master, messenger and, with a C2C file, converter, as processes; a client on them."""
-
-    def __init__(self, folder: Path, c2c: Path | None) -> None:
-        folder.mkdir()
-        master, messenger = str(folder / "master"), str(folder / "messenger")
-        command = [sys.executable, "-m", "moonpool"]
-        self._processes = [
-            subprocess.Popen([*command, "master", "--socket", master, *(["--c2c", str(c2c)] if c2c else [])]),
-        ]
-        _wait_for(Path(master))
-        self._processes.append(
-            subprocess.Popen(
-                [*command, "messenger", "--socket", messenger, "--master", master, "--capacity-mib", "2048"]
-            )
-        )
-        _wait_for(Path(messenger))
-        time.sleep(0.5)  # until the messenger has registered
-        if c2c:
-            self._processes.append(subprocess.Popen([*command, "converter", "--master", master]))
-            time.sleep(8)  # until it has loaded its bundle
-        from moonpool.store.client import PoolClient
-
-        self.pool = PoolClient.connect(master)
-
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.pool.close()
-        for process in reversed(self._processes):
-            process.terminate()
-            process.wait()
+@contextmanager
+def cluster(c2c: Path | None) -> Iterator[PoolClient]:
+    """A client on a master, a messenger and, with a C2C file, a converter: all processes of their own."""
+    config = load_c2c(c2c).encode() if c2c else b""
+    with LocalCluster(capacity=2 << 30, c2c_config=config) as running:
+        command = [sys.executable, "-m", "moonpool", "converter", "--master", running.master.socket]
+        converter = subprocess.Popen(command) if c2c else None
+        try:
+            pool = running.client()
+            if c2c:
+                time.sleep(10)  # until it has loaded its bundle
+            yield pool
+        finally:
+            if converter:
+                converter.terminate()
+                converter.wait()
 
 
-def _ratio(on: Cluster, off: Cluster, source: ModelSpec, pause: float) -> float:
+def _ratio(on: PoolClient, off: PoolClient, source: ModelSpec, pause: float) -> float:
     identity, shape = source.identity(PAGE), source.page_shape(PAGE)
     page = torch.randn(shape.nbytes // 2).bfloat16().view(torch.uint8).numpy()
-    times: dict[int, list[float]] = {0: [], 1: []}
-    for round_ in range(PUT_ROUNDS):
-        keys = [k.text for k in identity.page_keys([round_, int(pause * 100), *range(PROMPT - 2)])]
-        for which, cluster in enumerate((off, on) if round_ % 2 else (on, off)):
+    times: dict[str, list[float]] = {"on": [], "off": []}
+    for turn in range(PUT_ROUNDS):
+        keys = [k.text for k in identity.page_keys([turn, int(pause * 100), *range(PROMPT - 2)])]
+        both = [("on", on), ("off", off)]
+        for which, pool in both if turn % 2 else reversed(both):
             start = time.perf_counter()
-            cluster.pool.batch_put(keys, [page] * len(keys))
-            times[which ^ (1 - round_ % 2)].append(time.perf_counter() - start)
+            pool.batch_put(keys, [page] * len(keys))
+            times[which].append(time.perf_counter() - start)
             time.sleep(pause)
     warm = PUT_ROUNDS // 4
-    return statistics.median(times[1][warm:]) / statistics.median(times[0][warm:])
+    return statistics.median(times["on"][warm:]) / statistics.median(times["off"][warm:])
 
 
 def _c2c_file(folder: Path, pair: Pair) -> Path:
@@ -206,21 +194,13 @@ def _c2c_file(folder: Path, pair: Pair) -> Path:
     return path
 
 
-def _wait_for(path: Path) -> None:
-    end = time.monotonic() + 60
-    while not path.exists():
-        if time.monotonic() > end:
-            raise SystemExit(f"{path} did not appear")
-        time.sleep(0.05)
-
-
 def judge(pair: Pair) -> Report:
     """The evaluator's report on the bundle beside the baseline, made now."""
     out = Path("build") / "reports" / pair.name
     command = ["-m", "moonpool", "c2c", "eval", "--bundle", str(pair.bundle), "--compare", str(pair.baseline)]
     command += ["--source", pair.source, "--target", pair.target, "--out", str(out), *pair.text]
     subprocess.run([sys.executable, *command], check=True)
-    return Report.read(out / "report.json")
+    return read_report(out / "report.json")
 
 
 def bundled() -> Pair:
@@ -244,6 +224,3 @@ def _missing(pair: Pair) -> str:
 if __name__ == "__main__":
     torch.manual_seed(0)
     main()
-
-
-__all__ = ["Bundle"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +22,7 @@ def write(target: str, figures: Mapping[str, object]) -> Path:
     return path
 
 
-def show(title: str, rows: list[tuple[str, ...]], columns: tuple[str, ...]) -> None:
+def show(title: str, rows: Sequence[tuple[str, ...]], columns: tuple[str, ...]) -> None:
     table = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right")

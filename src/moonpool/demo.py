@@ -11,6 +11,7 @@ Every request goes through the same instances, pool and converter that `moonpool
 from __future__ import annotations
 
 import json
+import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +30,7 @@ from moonpool.c2c.converter import ConverterStats
 from moonpool.c2c.facts import FactDocument, FactWriter
 from moonpool.engine.instance import Instance
 from moonpool.engine.request import GenerateRequest, GenerateResult
-from moonpool.errors import ConfigError, ConversionError
+from moonpool.errors import ConversionError
 from moonpool.system import System
 
 FIGURES = Path("build/figures/demo.json")
@@ -78,7 +79,7 @@ def run_demo(source: str, target: str, bundle: Path | None, *, tokens: int, docu
     names = Path(refs[0]).name, Path(refs[1]).name
     file = C2CFile(
         models={names[0]: ModelEntry(refs[0]), names[1]: ModelEntry(refs[1])},
-        rules=[RuleEntry(source=names[0], target=names[1], bundle=str(bundle or _find_bundle(*names)))],
+        rules=[RuleEntry(source=names[0], target=names[1], bundle=str(bundle or _find_bundle(*refs)))],
     )
     with System(resolve(file, [Path()]), capacity=1 << 30) as system:
         for status in system.pool.converter.wait_ready(60):
@@ -93,16 +94,19 @@ def run_demo(source: str, target: str, bundle: Path | None, *, tokens: int, docu
 
 
 def _find_bundle(source: str, target: str) -> Path:
-    name = f"{source}-to-{target}"
+    """The pair's bundle of the checkout or the cache; else one is fitted on Python's own library and kept in the cache."""
+    name = f"{Path(source).name}-to-{Path(target).name}"
     places = [paths.repo_dir("bundles"), paths.cache_dir() / "fits"]
     found = next((p / name for p in places if p and (p / name).is_dir()), None)
-    if found is None:
-        raise ConfigError(
-            "no projector bundle for this pair",
-            key=name,
-            fix=f"Fit one: moonpool c2c fit --source … --target … --text … --out {paths.cache_dir() / 'fits' / name}",
-        )
-    return found
+    if found:
+        return found
+    from moonpool.c2c.commands import fit
+
+    folder = paths.cache_dir() / "fits" / name
+    text = Path(sysconfig.get_paths()["stdlib"])
+    print(f"No bundle for this pair: fitting one on {text} into {folder}. Large models take a while.")
+    fit(source=source, target=target, text=[text], out=folder)
+    return folder
 
 
 class Demo:

@@ -16,11 +16,14 @@ from typing import Self
 import msgspec
 
 from moonpool import paths
-from moonpool.c2c.config import C2CConfig, C2CFile, check, resolve
+from moonpool.c2c.config import C2CConfig, C2CFile, ModelEntry, RuleEntry, check, resolve
+from moonpool.c2c.signature import load_spec
 from moonpool.config import load
 from moonpool.engine.instance import Instance
+from moonpool.engine.server import serve
 from moonpool.errors import ConfigError
 from moonpool.pool import Pool
+from moonpool.store.client import PoolClient
 
 
 class PoolSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,3 +91,44 @@ class System:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def bundled_system() -> tuple[SystemConfig, C2CConfig]:
+    """The pair and the bundle that come with the checkout. Raises ConfigError outside of one."""
+    names = ("moon-large", "moon-small")
+    models, bundles = paths.repo_dir("models"), paths.repo_dir("bundles")
+    if models is None or bundles is None:
+        raise ConfigError(
+            "the bundled pair comes with the checkout only", fix="Give a system file: `moonpool up FILE`."
+        )
+    rule = RuleEntry(source=names[0], target=names[1], bundle=str(bundles / "-to-".join(names)))
+    file = C2CFile(models={n: ModelEntry(str(models / n)) for n in names}, rules=[rule])
+    return SystemConfig(c2c=file), resolve(file, [])
+
+
+def run_system(path: Path | None, host: str | None, port: int | None) -> None:
+    """`moonpool up`: start everything and serve until Ctrl-C."""
+    config, c2c = load_system(path) if path else bundled_system()
+    with System(c2c, capacity=config.pool.capacity_mib << 20, serve=config.instances or None) as system:
+        for status in system.pool.converter.wait_ready(60):
+            print(f"rule {status.name}: {status.state} {status.reason}".rstrip())
+        serve(
+            system.instances,
+            host=host or config.server.host,
+            port=config.server.port if port is None else port,
+            api_key=config.server.api_key,
+        )
+
+
+def run_instance(model: str, master: str, host: str, port: int, api_key: str) -> None:
+    """`moonpool serve`: one instance as a process of its own, on the pool behind `master`."""
+    with PoolClient.connect(master) as pool:
+        c2c = C2CConfig.decode(pool.get_c2c_config())
+        ref = paths.find_model(model)
+        spec = load_spec(ref)
+        owner = spec.identity(c2c.page_size).digest()
+        instance = Instance(ref, spec, pool, page_size=c2c.page_size, origins=lambda asked: c2c.origins(owner, asked))
+        try:
+            serve({spec.name: instance}, host=host, port=port, api_key=api_key)
+        finally:
+            instance.close()

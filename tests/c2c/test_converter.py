@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -28,13 +29,15 @@ SHAPE = SOURCE.spec.page_shape(PAGE)
 PAGES = random_kv(SHAPE, 5)
 SOURCE_KEYS, TARGET_KEYS = keys_of(SOURCE, 5 * PAGE), keys_of(TARGET, 5 * PAGE)
 
+Load: TypeAlias = Callable[[Rule], Conversion]
+
 
 @contextmanager
 def running(
-    conf: C2CConfig, load: Callable[[Rule], Conversion] = identity_of, clock: FakeClock | None = None
+    conf: C2CConfig, load: Load = identity_of, clock: FakeClock | None = None
 ) -> Iterator[tuple[EmbeddedPool, Converter]]:
     with EmbeddedPool(8 << 20) as pool:
-        converter = Converter(pool, conf, load=load, clock=clock).start()
+        converter = Converter(pool, conf, load=lambda rule, _: load(rule), clock=clock).start()
         try:
             converter.wait_ready(10)
             yield pool, converter
@@ -204,7 +207,7 @@ def gate() -> _Gate:
     return _Gate()
 
 
-def gated(gate: _Gate) -> Callable[[Rule], Conversion]:
+def gated(gate: _Gate) -> Load:
     return lambda r: Conversion(gate, r.source.spec, r.target.spec, PAGE)
 
 

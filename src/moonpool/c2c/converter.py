@@ -46,6 +46,7 @@ class RuleStatus(msgspec.Struct, frozen=True):
     state: str
     """`loading`, `ready` or `refused`."""
     reason: str = ""
+    """Why it was refused, or how far a download is."""
     digest: str = ""
 
 
@@ -65,10 +66,14 @@ class _LoadedRule:
     rule: Rule
     conversion: Conversion | None = None
     refusal: str = ""
+    progress: str = ""
+
+    def note(self, file: str, done: int, total: int) -> None:
+        self.progress = f"{file}: {done >> 20} of {total >> 20} MiB"
 
     def status(self) -> RuleStatus:
         state = "refused" if self.refusal else "ready" if self.conversion else "loading"
-        return RuleStatus(self.rule.name, state, self.refusal, self.rule.digest)
+        return RuleStatus(self.rule.name, state, self.refusal or self.progress, self.rule.digest)
 
 
 @dataclass(slots=True)
@@ -78,7 +83,7 @@ class _Totals:
     rejected: Counter[str] = field(default_factory=Counter)
 
 
-LoadConversion: TypeAlias = Callable[[Rule], Conversion]
+LoadConversion: TypeAlias = Callable[[Rule, Progress], Conversion]
 
 
 def load_conversion(
@@ -107,11 +112,10 @@ class Converter:
         clock: Clock | None = None,
         load: LoadConversion | None = None,
         cache_dir: Path | None = None,
-        progress: Progress | None = None,
     ) -> None:
         """`load` makes a rule's conversion (default: fetch, verify and check its bundle); it runs on a thread of its own."""
         self._pool, self._config, self._clock = pool, config, clock or SystemClock()
-        self._load_conversion = load or (lambda rule: load_conversion(rule, config, cache_dir, progress))
+        self._load_conversion = load or (lambda rule, progress: load_conversion(rule, config, cache_dir, progress))
         self._loaded = [_LoadedRule(r) for r in config.rules]
         self._queue = ConversionQueue(config.rules, config.queue_pages)
         self._totals = _Totals()
@@ -179,7 +183,7 @@ class Converter:
         loaded = self._loaded[index]
         rule = loaded.rule
         try:
-            conversion = self._load_conversion(rule)
+            conversion = self._load_conversion(rule, loaded.note)
         except MoonpoolError as e:
             self._settle(loaded, refusal=str(e))
             log.warning("rule %s refused: %s", rule.name, e)
@@ -191,7 +195,7 @@ class Converter:
 
     def _settle(self, loaded: _LoadedRule, conversion: Conversion | None = None, refusal: str = "") -> None:
         with self._changed:
-            loaded.conversion, loaded.refusal = conversion, refusal
+            loaded.conversion, loaded.refusal, loaded.progress = conversion, refusal, ""
             self._changed.notify_all()
 
     # -- events
