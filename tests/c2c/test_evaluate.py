@@ -15,7 +15,7 @@ from moonpool.c2c.facts import FactWriter
 from moonpool.c2c.projectors.base import Projector
 from moonpool.c2c.projectors.identity import IdentityParameters, IdentityProjector
 from moonpool.c2c.projectors.linear import LinearParameters, LinearProjector
-from moonpool.c2c.report import Report, from_json, markdown, read_report, table, to_json
+from moonpool.c2c.report import Report, from_json, markdown, read_report, recovery, table, to_json
 from moonpool.errors import BundleCorrupt, ConfigError
 from tests.c2c.tiny import documents, tiny_model, tokenizer
 
@@ -59,8 +59,7 @@ def report(store: CaptureStore) -> Report:
 
 def test_the_same_model_is_native(report: Report) -> None:
     native, mapped = report.arm("native"), report.arm("mapped")
-    assert native.recovery == pytest.approx(1)
-    assert mapped.recovery == pytest.approx(1, abs=1e-3)
+    assert mapped.nll == pytest.approx(native.nll, abs=1e-5)
     assert mapped.kl_mean == pytest.approx(0, abs=1e-6)
     assert mapped.top1 == 1
     assert min(mapped.attention_cosine) > 0.9999
@@ -82,7 +81,12 @@ def test_facts_are_asked_and_chance_is_told(report: Report) -> None:
     assert report.protocol.fact_questions == 4
     assert report.protocol.fact_chance == pytest.approx(1 / 3)
     assert report.arm("mapped").facts == report.arm("native").facts
-    assert report.arm("no_context").recovery == 0
+    assert report.arm("no_context").answer_nll is not None
+
+
+def test_recovery_is_silent_where_the_context_is_worth_nothing() -> None:
+    assert recovery(native=1.0, none=3.0, arm=2.0) == 0.5
+    assert recovery(native=1.0, none=1.01, arm=2.0) is None
 
 
 def test_round_trip(report: Report, tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from moonpool.c2c.arms import COMPARE, MAPPED, NATIVE, NO_CONTEXT, Case, Filled, Mapper, arms
 from moonpool.c2c.capture import KV, CaptureStore
-from moonpool.c2c.facts import FactDocument, is_exact
+from moonpool.c2c.facts import FactDocument, answer_nll, is_exact
 from moonpool.c2c.features import rows
 from moonpool.c2c.projectors.base import Projector
-from moonpool.c2c.report import Arm, Protocol, Report
+from moonpool.c2c.report import Arm, Protocol, Report, recovery
 from moonpool.c2c.signature import ModelSpec
 from moonpool.errors import ConfigError
 
@@ -49,6 +49,7 @@ class _Tally:
     top1: list[Tensor] = field(default_factory=list)
     cosine: list[Tensor] = field(default_factory=list)
     facts: list[bool] = field(default_factory=list)
+    answers: list[Tensor] = field(default_factory=list)
 
 
 class Evaluator:
@@ -102,8 +103,10 @@ class Evaluator:
         asked = [torch.cat([q.prompt, q.answer]) for q in document.questions]
         for arm in self._arms(document.tokens, document.twin):
             found = model.batch_logits(arm.cache, asked, start=arm.start)
-            right = [is_exact(f, q, self._decode) for f, q in zip(found, document.questions, strict=True)]
-            self._tallies.setdefault(arm.name, _Tally()).facts.extend(right)
+            tally = self._tallies.setdefault(arm.name, _Tally())
+            for logits, question in zip(found, document.questions, strict=True):
+                tally.facts.append(is_exact(logits, question, self._decode))
+                tally.answers.append(answer_nll(logits, question))
         self._fact_documents += 1
         self._chances += [1 / document.facts] * len(document.questions)
 
@@ -130,7 +133,7 @@ class Evaluator:
             fact_chance=sum(self._chances) / max(1, len(self._chances)),
             texts=list(o.texts),
         )
-        ends = tuple(float(torch.cat(self._tallies[n].nll).double().mean()) for n in (NATIVE, NO_CONTEXT))
+        ends = self._tallies[NATIVE], self._tallies[NO_CONTEXT]
         return Report(
             source=self._source.spec.name,
             source_revision=self._source.spec.revision,
@@ -144,18 +147,25 @@ class Evaluator:
         )
 
 
-def _arm(name: str, t: _Tally, ends: tuple[float, ...]) -> Arm:
-    nll, kl, top1 = (torch.cat(x).double() for x in (t.nll, t.kl, t.top1))
+def _mean(values: Sequence[Tensor]) -> float:
+    return float(torch.cat(list(values)).double().mean())
+
+
+def _arm(name: str, t: _Tally, ends: tuple[_Tally, _Tally]) -> Arm:
     native, none = ends
-    gain = none - native
+    kl, top1 = (torch.cat(x).double() for x in (t.kl, t.top1))
+    nll = _mean(t.nll)
+    answers = _mean(t.answers) if t.answers else None
     return Arm(
         name=name,
-        nll=float(nll.mean()),
+        nll=nll,
         kl_mean=float(kl.mean()),
         kl_p95=float(kl.quantile(0.95)),
         top1=float(top1.mean()),
-        recovery=(none - float(nll.mean())) / gain if abs(gain) > 1e-9 else 0.0,
+        recovery=recovery(_mean(native.nll), _mean(none.nll), nll),
         facts=sum(t.facts) / len(t.facts) if t.facts else None,
+        answer_nll=answers,
+        answer_recovery=None if answers is None else recovery(_mean(native.answers), _mean(none.answers), answers),
         attention_cosine=torch.stack(t.cosine).mean(0).tolist(),
     )
 

@@ -113,3 +113,9 @@ def is_exact(logits: Tensor, question: Question, decode: Callable[[int], str]) -
     if not torch.equal(said[:-1], question.answer):
         return False
     return not decode(int(said[-1]))[:1].isalpha()
+
+
+def answer_nll(logits: Tensor, question: Question) -> Tensor:
+    """Negative log-likelihood of each token of the right answer; `logits` as for `is_exact`."""
+    said = logits[len(question.prompt) - 1 : -1].log_softmax(-1)
+    return -said.gather(1, question.answer[:, None])[:, 0]

@@ -10,6 +10,8 @@ from rich.table import Table
 from moonpool.errors import BundleCorrupt
 
 FORMAT = 1
+MIN_GAIN = 0.05
+"""Nats per token that the context must be worth, or recovery is a quotient of noise."""
 _MAX_BYTES = 16 << 20
 
 
@@ -24,10 +26,15 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     kl_p95: float
     top1: float
     """Share of tokens whose most likely next token is the native one."""
-    recovery: float
-    """(NLL without context − NLL of this arm) / (NLL without context − native NLL): 1 = native, 0 = as if without context."""
+    recovery: float | None
+    """(NLL without context − NLL of this arm) / (NLL without context − native NLL): 1 = native, 0 = as if without context. None
+    where the context is worth less than `MIN_GAIN` to the native model, so that there is nothing to recover."""
     facts: float | None = None
     """Share of context-only questions that greedy decoding answers with the document's value."""
+    answer_nll: float | None = None
+    """Negative log-likelihood of the right answers to these questions, nats per token."""
+    answer_recovery: float | None = None
+    """`recovery` of that."""
     attention_cosine: list[float] = []
     """Per layer: cosine of the attention output with the native run's, mean over tokens (errors of the layers below included)."""
 
@@ -95,14 +102,18 @@ def read_report(path: Path) -> Report:
         raise BundleCorrupt("cannot read the report", key=str(path), have=e.strerror or str(e)) from e
 
 
-_HEADS = ("arm", "NLL", "recovery", "KL", "KL p95", "top-1", "facts", "attn cos")
+def recovery(native: float, none: float, arm: float) -> float | None:
+    """Share of what the context is worth (in NLL) that an arm keeps; None if it is worth too little to say."""
+    return (none - arm) / (none - native) if none - native >= MIN_GAIN else None
+
+
+_HEADS = ("arm", "NLL", "recovery", "KL", "KL p95", "top-1", "facts", "answer NLL", "recovery", "attn cos")
 
 
 def _cells(arm: Arm) -> list[str]:
-    facts = "–" if arm.facts is None else f"{arm.facts:.3f}"
-    cosine = f"{min(arm.attention_cosine):.3f}" if arm.attention_cosine else "–"
-    numbers = (arm.nll, arm.recovery, arm.kl_mean, arm.kl_p95, arm.top1)
-    return [arm.name, *(f"{n:.3f}" for n in numbers), facts, cosine]
+    cosine = min(arm.attention_cosine) if arm.attention_cosine else None
+    numbers = [arm.nll, arm.recovery, arm.kl_mean, arm.kl_p95, arm.top1, arm.facts, arm.answer_nll, arm.answer_recovery]
+    return [arm.name, *("–" if n is None else f"{n:.3f}" for n in [*numbers, cosine])]
 
 
 def table(report: Report) -> Table:
