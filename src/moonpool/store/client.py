@@ -121,11 +121,14 @@ class PoolClient(KVPool):
         native = [k.text for k in keys]
         self._check(native)
         found = self._lookup_home(native, origins)
-        missing = [i for i, f in enumerate(found) if f is None]
-        candidates = [[native[i], *(keys[i].converted(o).text for o in origins)] for i in missing]
-        held = self._held_elsewhere([c for cs in candidates for c in cs])
-        for i, options in zip(missing, candidates, strict=True):
-            found[i] = next((o for o in options if o in held), None)
+        wanted = {  # better ones than home has: where that is an approximation, only the native page is
+            i: [n] if f else [n, *(keys[i].converted(o).text for o in origins)]
+            for i, (n, f) in enumerate(zip(native, found, strict=True))
+            if f != n
+        }
+        held = self._held_elsewhere([c for candidates in wanted.values() for c in candidates])
+        for i, candidates in wanted.items():
+            found[i] = next((c for c in candidates if c in held), found[i])
         if origins:
             self._announce([n for n, f in zip(native, found, strict=True) if f is None], hinted=False)
         return [Match(f, f != n) if f else None for n, f in zip(native, found, strict=True)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from pathlib import Path
 
 from moonpool.errors import ConfigError, ConnectionLost, ProtocolError
 
@@ -33,9 +34,18 @@ class Segment:
 
     @staticmethod
     def create(size: int) -> Segment:
-        """A new segment of `size` bytes; pages are taken from the machine when they are first written."""
-        if size < 1:
-            raise ConfigError("segment too small", need=">= 1 B", have=f"{size} B")
+        """A new segment of `size` bytes; pages are taken from the machine when they are first written.
+
+        Raises ConfigError for more than the machine (or this container) could ever give, where a later write would be fatal.
+        """
+        most = _memory_limit()
+        if not 1 <= size <= most:
+            raise ConfigError(
+                "no segment can have this size",
+                need=f"1 to {most} B, the memory of this machine or container",
+                have=f"{size} B",
+                fix="Choose another capacity.",
+            )
         fd = os.memfd_create("moonpool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
@@ -66,3 +76,12 @@ class Segment:
             self._map.close()
         except BufferError:
             pass  # a reader's view outlives the pool; the mapping goes with it
+
+
+def _memory_limit() -> int:
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        container = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return machine
+    return min(machine, int(container)) if container.isdigit() else machine
