@@ -20,4 +20,7 @@ def build_projector(kind: str, parameters: Mapping[str, Any], tensors: Mapping[s
     """A projector from a bundle's manifest and weights. Raises BundleCorrupt."""
     if kind not in _KINDS:
         raise BundleCorrupt("unknown projector kind", key=kind, need=", ".join(sorted(_KINDS)))
-    return _KINDS[kind].build(parameters, tensors)
+    built = _KINDS[kind].build(parameters, tensors)
+    if foreign := sorted(tensors.keys() - built.tensors().keys()):
+        raise BundleCorrupt("weights that this kind does not have", key=kind, have=", ".join(foreign[:8]))
+    return built

@@ -3,8 +3,9 @@
     x  fp32 [N, source layers, 2, source width]      2 = K, V; width = KV heads × head_dim
     y  fp32 [N, target layers, 2, target width]
 
-K and V of one layer lie side by side so that a run of neighbouring layers is one strided matrix: a projector multiplies it
-where it lies, without gathering.
+K and V of one token in one layer lie side by side, so that `x[:, layer]` is one strided matrix: a projector multiplies it where
+it lies, without gathering. The other strides are free; the converter keeps one layer's tokens together, which a matrix product
+reads fastest.
 
 A projector is position-free arithmetic. Taking the source's rotation off the keys and putting the target's on is the
 converter's job (`c2c.convert`), according to `key_space`.
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 
 from moonpool.errors import BundleCorrupt
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 KeySpace = Literal["content", "rotated", "invariant"]
 """How keys come and go. `content`: un-rotated before, rotated after. `rotated`: as stored, both sides (issue #1520's recipe).
@@ -38,6 +41,8 @@ class Projector(ABC):
     """(layers, width) that `project` takes."""
     target_shape: tuple[int, int]
     """(layers, width) that `project` gives."""
+    target_head_dim: int = 0
+    """The target's head_dim where the projector treats heads apart, else 0."""
 
     @abstractmethod
     def source_layers(self) -> list[int]:
@@ -70,6 +75,8 @@ def take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Te
     if name not in tensors:
         raise BundleCorrupt("weight is missing", key=name, need=str(list(shape)), have=", ".join(sorted(tensors)[:8]))
     tensor = tensors[name]
+    if tensor.dtype not in _FLOATS:
+        raise BundleCorrupt("weight of the wrong type", key=name, need="bf16, fp16 or fp32", have=str(tensor.dtype))
     if tuple(tensor.shape) != shape:
         raise BundleCorrupt("weight of the wrong shape", key=name, need=str(list(shape)), have=str(list(tensor.shape)))
     if not bool(torch.isfinite(tensor).all()):

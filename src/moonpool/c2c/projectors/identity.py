@@ -9,7 +9,7 @@ import msgspec
 from torch import Tensor
 
 from moonpool.c2c.projectors.base import Projector
-from moonpool.c2c.projectors.linear import typed
+from moonpool.c2c.projectors.linear import positive, typed
 
 
 class IdentityParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,4 +42,6 @@ class IdentityProjector(Projector):
 
     @classmethod
     def build(cls, parameters: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        return cls(typed(parameters, IdentityParameters))
+        p: IdentityParameters = typed(parameters, IdentityParameters)
+        positive(p, "layers", "width")
+        return cls(p)

@@ -8,7 +8,7 @@ which is what a model with QK-norm does to its own keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -37,10 +37,10 @@ class LinearParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """One GEMM: columns `[start, stop)` of the flat source times `weight`, added to columns `[to, to + n)` of the flat target."""
+    """One GEMM: source layer `source` times `weight`, added to columns `[to, to + weight.shape[1])` of target layer `target`."""
 
-    start: int
-    stop: int
+    source: int
+    target: int
     to: int
     weight: Tensor
 
@@ -61,37 +61,30 @@ class LinearProjector(Projector):
         self.key_space = parameters.key_space
         self.source_shape = (parameters.source_layers, parameters.source_width)
         self.target_shape = (parameters.target_layers, parameters.target_width)
+        self.target_head_dim = parameters.shell_dim
         _check_sources(parameters)
         self._products = [p for t in range(parameters.target_layers) for p in self._layer_products(t)]
 
-    def _layer_products(self, t: int) -> list[_Product]:
-        """Halves that read the same layers share one product, and neighbouring layers are one run of columns."""
-        sources, width = self._p.sources[t], self._p.target_width
-        to = t * 2 * width
-        if sources[0] == sources[1]:
-            return self._runs(sources[0], torch.cat(list(self._weights[t]), dim=1), to)
-        return [p for h in (0, 1) for p in self._runs(sources[h], self._weights[t][h], to + h * width)]
-
-    def _runs(self, layers: list[int], weight: Tensor, to: int) -> list[_Product]:
-        per_layer = 2 * self._p.source_width
-        products: list[_Product] = []
-        first = 0
-        for i in range(1, len(layers) + 1):
-            if i == len(layers) or layers[i] != layers[i - 1] + 1:
-                rows = weight[first * per_layer : i * per_layer].contiguous()
-                products.append(_Product(layers[first] * per_layer, (layers[i - 1] + 1) * per_layer, to, rows))
-                first = i
-        return products
+    def _layer_products(self, t: int) -> Iterator[_Product]:
+        """A source layer that both halves read is multiplied once, for both."""
+        rows, width = 2 * self._p.source_width, self._p.target_width
+        of_k, of_v = (
+            {s: self._weights[t][h][i * rows : (i + 1) * rows] for i, s in enumerate(self._p.sources[t][h])}
+            for h in (0, 1)
+        )
+        for s in sorted(of_k.keys() | of_v.keys()):
+            halves = [half[s] for half in (of_k, of_v) if s in half]
+            yield _Product(s, t, 0 if s in of_k else width, torch.cat(halves, 1).contiguous())
 
     def source_layers(self) -> list[int]:
         return sorted({s for layer in self._p.sources for half in layer for s in half})
 
     def project(self, x: Tensor) -> Tensor:
-        flat = x.reshape(x.shape[0], -1)
-        y = self._biases.reshape(1, -1).repeat(x.shape[0], 1)
+        n, layers, width = x.shape[0], self._p.target_layers, self._p.target_width
+        y = self._biases.reshape(layers, 1, 2 * width).repeat(1, n, 1)
         for p in self._products:
-            y[:, p.to : p.to + p.weight.shape[1]].addmm_(flat[:, p.start : p.stop], p.weight)
-        y = y.view(x.shape[0], self._p.target_layers, 2, self._p.target_width)
+            y[p.target, :, p.to : p.to + p.weight.shape[1]].addmm_(x[:, p.source].flatten(1), p.weight)
+        y = y.view(layers, n, 2, width).transpose(0, 1)
         if self._shell is not None:
             self._to_shell(y[:, :, 0])
         return y
@@ -136,9 +129,26 @@ class LinearProjector(Projector):
 
 def _check_sources(p: LinearParameters) -> None:
     """Every target layer has sources that exist; a layer that lacks them is an error, never zeros."""
+    positive(p, "source_layers", "source_width", "target_layers", "target_width")
+    if p.shell_dim < 0 or (p.shell_dim and p.target_width % p.shell_dim) or not 0 < p.eps < 1:
+        raise BundleCorrupt(
+            "impossible key shell",
+            need=f"a divisor of {p.target_width}, 0 < eps < 1",
+            have=f"{p.shell_dim}, eps {p.eps}",
+        )
     if len(p.sources) != p.target_layers:
-        raise BundleCorrupt("a target layer has no sources", need=f"{p.target_layers} layers", have=str(len(p.sources)))
+        missing = ", ".join(map(str, range(len(p.sources), p.target_layers)))
+        raise BundleCorrupt(
+            "sources for other layers than the target has",
+            need=f"{p.target_layers} layers",
+            have=f"{len(p.sources)}",
+            fix=f"Target layers without sources: {missing or 'none'}.",
+        )
     for t, halves in enumerate(p.sources):
+        if len(halves) != len(_HALVES):
+            raise BundleCorrupt(
+                f"target layer {t} needs sources for K and for V", need="2 lists", have=f"{len(halves)}"
+            )
         for name, layers in zip(_HALVES, halves, strict=True):
             ordered = sorted(set(layers)) == layers
             if not layers or not ordered or layers[0] < 0 or layers[-1] >= p.source_layers:
@@ -147,6 +157,15 @@ def _check_sources(p: LinearParameters) -> None:
                     need=f"ascending layers of 0..{p.source_layers - 1}",
                     have=str(layers),
                 )
+
+
+def positive(p: msgspec.Struct, *fields: str) -> None:
+    """Raises BundleCorrupt unless these parameters are at least 1."""
+    for field in fields:
+        if getattr(p, field) < 1:
+            raise BundleCorrupt(
+                f"projector parameter {field}", key="manifest.json", need=">= 1", have=str(getattr(p, field))
+            )
 
 
 def typed(parameters: Mapping[str, Any], kind: type[msgspec.Struct]) -> Any:

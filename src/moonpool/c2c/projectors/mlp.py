@@ -7,7 +7,7 @@ un-rotated keys. K is made from K and V from V, as the issue has it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from moonpool.c2c.projectors.base import KeySpace, Projector, take
-from moonpool.c2c.projectors.linear import typed
-from moonpool.errors import BundleCorrupt
+from moonpool.c2c.projectors.linear import positive, typed
+from moonpool.errors import BundleCorrupt, ConversionRefused
 
 
 class MlpParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,6 +41,26 @@ class MlpWeights(msgspec.Struct, frozen=True):
     b3: Tensor
     gate: Tensor
     """Logits `[target layers, 2]`; the output is scaled by their sigmoid."""
+
+
+def aligned(source_layers: int, target_layers: int, how: Literal["last", "depth"]) -> list[int]:
+    """The one source layer of each target layer. `last`: both models' last layers go together, and so on downwards (issue
+    #1520); `depth`: the layer at the same share of the depth.
+
+    Raises ConversionRefused where `last` leaves target layers without a source: they are never made up.
+    """
+    if how == "depth":
+        steps = max(target_layers - 1, 1)
+        return [(2 * t * (source_layers - 1) + steps) // (2 * steps) for t in range(target_layers)]
+    shift = source_layers - target_layers
+    if shift < 0:
+        raise ConversionRefused(
+            f"the source has no layers for target layers 0..{-shift - 1}",
+            need=f"{target_layers} layers",
+            have=f"{source_layers}",
+            fix="Align by depth.",
+        )
+    return [t + shift for t in range(target_layers)]
 
 
 class MlpProjector(Projector):
@@ -75,11 +95,12 @@ class MlpProjector(Projector):
         return dict(msgspec.to_builtins(self._p))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {f: getattr(self._w, f) for f in MlpWeights.__struct_fields__}
+        return {_stored_name(f): getattr(self._w, f) for f in MlpWeights.__struct_fields__}
 
     @classmethod
     def build(cls, parameters: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         p: MlpParameters = typed(parameters, MlpParameters)
+        positive(p, "source_layers", "source_width", "target_layers", "target_width", "hidden")
         if len(p.sources) != p.target_layers or not all(0 <= s < p.source_layers for s in p.sources):
             raise BundleCorrupt("a target layer has no source layer", need=str(p.target_layers), have=str(p.sources))
         lead = (p.target_layers, 2)
@@ -92,4 +113,10 @@ class MlpProjector(Projector):
             "b3": (*lead, p.target_width),
             "gate": lead,
         }
-        return cls(p, MlpWeights(**{name: take(tensors, name, shape) for name, shape in shapes.items()}))
+        return cls(p, MlpWeights(**{name: take(tensors, _stored_name(name), shape) for name, shape in shapes.items()}))
+
+
+def _stored_name(field: str) -> str:
+    """`w1` → `1.weight`, `b1` → `1.bias`: the bundle stores what is called a weight in its own precision."""
+    kinds = {"w": "weight", "b": "bias"}
+    return f"{field[1:]}.{kinds[field[0]]}" if field[0] in kinds else field
