@@ -26,24 +26,32 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(place: Path, *arguments: str) -> str:
-    common = [
-        "--source",
-        f"{place}/large",
-        "--target",
-        f"{place}/small",
-        "--text",
-        f"{place}/texts",
-        "--work",
-        f"{place}/kept",
-    ]
-    result = CliRunner().invoke(app, [*arguments, *common, "--prefix", "96", "--held", "2"])
+def arguments(place: Path, *own: str) -> list[str]:
+    models = ["--source", f"{place}/large", "--target", f"{place}/small"]
+    return [*own, *models, "--text", f"{place}/texts", "--work", f"{place}/kept", "--prefix", "96", "--held", "2"]
+
+
+def run(place: Path, *own: str) -> str:
+    result = CliRunner().invoke(app, arguments(place, *own))
     assert result.exit_code == 0, result.output
     return result.output
 
 
 def test_fit_then_eval_side_by_side(place: Path) -> None:
-    run(place, "fit", "--out", f"{place}/linear", "--tokens", "1024", "--layers-per-target", "2")
+    run(
+        place,
+        "fit",
+        "--out",
+        f"{place}/linear",
+        "--tokens",
+        "1024",
+        "--layers-per-target",
+        "2",
+        "--steps",
+        "2",
+        "--facts",
+        "1",
+    )
     run(place, "fit", "--out", f"{place}/mlp", "--tokens", "1024", "--kind", "mlp", "--epochs", "2")
     assert open_bundle(place / "linear").manifest.kind == "linear"
     shown = run(
@@ -57,9 +65,15 @@ def test_fit_then_eval_side_by_side(place: Path) -> None:
     assert report.protocol.documents == 2
 
 
+def test_a_bundle_is_not_judged_on_what_it_was_fitted_on(place: Path) -> None:
+    run(place, "fit", "--out", f"{place}/seeded", "--tokens", "1024", "--layers-per-target", "1")
+    result = CliRunner().invoke(app, arguments(place, "eval", "--bundle", f"{place}/seeded", "--seed", "1"))
+    assert result.exit_code == 2
+    assert "fitted on held-out texts" in result.output
+
+
 def test_errors_are_one_line_and_code_two(place: Path, tmp_path: Path) -> None:
-    arguments = ["eval", "--bundle", f"{tmp_path}/none", "--source", f"{place}/large", "--target", f"{place}/small"]
-    result = CliRunner().invoke(app, [*arguments, "--text", f"{place}/texts"])
+    result = CliRunner().invoke(app, arguments(place, "eval", "--bundle", f"{tmp_path}/none"))
     assert result.exit_code == 2
     assert "no bundle here" in result.output
     assert "Traceback" not in result.output

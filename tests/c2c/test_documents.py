@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from moonpool.c2c.documents import read_texts, split, windows
+from moonpool.c2c.documents import Text, read_texts, split, windows
 from moonpool.errors import ConfigError
 from tests.c2c.tiny import text, tokenizer
 
 
 def test_no_file_is_on_both_sides() -> None:
     t = tokenizer()
-    texts = [f"{text(i)}" for i in range(8)]
+    texts = [Text(f"{i}", text(i)) for i in range(8)]
     found = split(texts, t, length=64, train_tokens=640, choose=2, report=2, seed=5)
     assert (len(found.train), len(found.choose), len(found.report)) == (10, 2, 2)
-    whole = [t.encode(x) for x in texts]
+    whole = [t.encode(x.content) for x in texts]
 
     def owner(document: torch.Tensor) -> int:
         return next(i for i, ids in enumerate(whole) if f",{document.tolist()}"[2:-1] in f"{ids}")
@@ -26,24 +27,27 @@ def test_no_file_is_on_both_sides() -> None:
     assert not sides[0] & sides[1]
     assert not sides[0] & sides[2]
     assert not sides[1] & sides[2]
+    assert {int(label) for label in found.fitted} == sides[0] | sides[1]
+    assert {int(label) for label in found.judged} == sides[2]
 
 
 def test_the_report_documents_do_not_depend_on_the_training_size() -> None:
-    texts = [text(i) for i in range(8)]
+    texts = [Text(f"{i}", text(i)) for i in range(8)]
     a, b = (split(texts, tokenizer(), length=64, train_tokens=n, choose=2, report=2, seed=5) for n in (64, 640))
     assert all(torch.equal(x, y) for x, y in zip(a.report, b.report, strict=True))
 
 
 def test_windows_do_not_overlap_and_short_texts_give_none() -> None:
     t = tokenizer()
-    found = windows([text(0), "short"], t, 50, seed=0, per_text=3)
-    assert [len(f) for f in found] == [3]
-    assert all(len(w) == 50 for w in found[0])
+    found = windows(text(0), t, 50, random.Random(0), most=3)
+    assert [len(w) for w in found] == [50] * 3
+    assert len({tuple(w.tolist()) for w in found}) == 3
+    assert windows("short", t, 50, random.Random(0)) == []
 
 
 def test_too_little_text_is_refused() -> None:
     with pytest.raises(ConfigError, match="too little text"):
-        split([text(0)], tokenizer(), length=64, train_tokens=64, choose=1, report=1, seed=0)
+        split([Text("0", text(0))], tokenizer(), length=64, train_tokens=64, choose=1, report=1, seed=0)
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:

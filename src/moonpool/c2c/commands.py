@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 
     from moonpool.c2c.bundle import Bundle
     from moonpool.c2c.capture import CaptureStore
+    from moonpool.c2c.distil import DistilOptions
     from moonpool.c2c.documents import Split
-    from moonpool.c2c.fit import FitOptions
+    from moonpool.c2c.facts import FactDocument
+    from moonpool.c2c.fit import Documents, FitOptions
     from moonpool.c2c.fit_mlp import MlpOptions
     from moonpool.c2c.projectors.base import Projector
+    from moonpool.c2c.projectors.linear import LinearProjector
 
     Pair = tuple[CaptureStore, CaptureStore]
 
@@ -38,6 +41,8 @@ Seed = Annotated[int, typer.Option(help="decides which files are held out; give 
 _KINDS = ("linear", "mlp")
 _CONTINUATION = 63
 _CHOOSE = 6
+_OTHER_FACTS = 1 << 20
+"""Added to the seed: fit's fact documents are never eval's."""
 _SUFFIXES = (".txt", ".md", ".py", ".rst")
 
 
@@ -68,6 +73,8 @@ def fit(
     seed: Seed = 0,
     window: Annotated[int, typer.Option(min=0, help="candidate layers around the aligned ones; 0 = all")] = 6,
     shell: Annotated[bool, typer.Option(help="re-normalise mapped keys as the target's k_norm does")] = False,
+    steps: Annotated[int, typer.Option(min=0, help="distillation steps through the target after the ridge")] = 0,
+    facts: Annotated[int, typer.Option(min=0, help="fact documents to fit on besides the texts")] = 0,
     epochs: Annotated[int, typer.Option(min=1, help="at most, for --kind mlp")] = 40,
     prefix: Prefix = 448,
     held: Held = 12,
@@ -75,7 +82,8 @@ def fit(
 ) -> None:
     """Fit a projector on text files and write it as a bundle."""
     from moonpool.c2c.bundle import write_bundle
-    from moonpool.c2c.fit import FitOptions
+    from moonpool.c2c.distil import DistilOptions
+    from moonpool.c2c.fit import Documents, FitOptions
     from moonpool.c2c.fit_mlp import MlpOptions
 
     if kind not in _KINDS:
@@ -83,18 +91,23 @@ def fit(
     console = _console()
     pair = _stores(source, target, work)
     parts = _split(pair, text, tokens, seed, prefix, held)
+    asked = _facts(pair, prefix, facts, seed + _OTHER_FACTS)
+    documents = Documents([*parts.train, *(f.told() for f in asked)], parts.choose)
+    projector: Projector
     if kind == "mlp":
-        projector = _mlp(pair, parts, MlpOptions(seed=seed, epochs=epochs), console)
+        projector = _mlp(pair, documents, MlpOptions(seed=seed, epochs=epochs), console)
     else:
         options = FitOptions(layers_per_target=layers_per_target, window=window, shell=shell)
-        projector = _linear(pair, parts, options, console)
+        projector = ridge = _linear(pair, documents, options, console)
+        if steps:
+            projector = _distilled(ridge, pair, documents, DistilOptions(steps=steps, seed=seed), prefix, console)
     bundle = write_bundle(
         out,
         projector,
         pair[0].spec,
         pair[1].spec,
-        training_data=[p.name for p in _files(text)],
-        created_by=f"moonpool c2c fit --kind {kind} --seed {seed}",
+        training_data=[*parts.fitted, *([f"{facts} fact documents"] if facts else [])],
+        created_by=f"moonpool c2c fit --kind {kind} --seed {seed} --tokens {tokens} --steps {steps} --facts {facts}",
     )
     console.print(f"{out}: bundle {bundle.digest}, {projector.flops_per_token() / 1e6:.1f} MFLOP per token")
 
@@ -122,25 +135,17 @@ def evaluate(
     from moonpool.c2c import evaluate as judge
     from moonpool.c2c import report as reports
     from moonpool.c2c.bundle import add_files, open_bundle
-    from moonpool.c2c.facts import FactWriter
 
     console = _console()
     pair = _stores(source, target, work)
+    parts = _split(pair, text, 0, seed, prefix, held)
     options = judge.EvalOptions(
-        prefix=prefix,
-        continuation=_CONTINUATION,
-        page_size=page_size,
-        seed=seed,
-        texts=tuple(p.name for p in _files(text)),
+        prefix=prefix, continuation=_CONTINUATION, page_size=page_size, seed=seed, texts=tuple(parts.judged)
     )
     opened = open_bundle(bundle)
-    other = _checked(open_bundle(compare), pair, page_size) if compare else None
-    evaluator = judge.Evaluator(*pair, _checked(opened, pair, page_size), options, other)
-    documents = _split(pair, text, 0, seed, prefix, held).report
-    writer = FactWriter(pair[1].model.tokenizer, seed=seed)
-    lines = max(2, min(12, prefix // 32))
-    asked = [writer.document(prefix, facts=lines, margin=max(16, page_size)) for _ in range(facts)]
-    found = judge.evaluate(evaluator, documents, asked, console)
+    other = _checked(open_bundle(compare), pair, page_size, parts) if compare else None
+    evaluator = judge.Evaluator(*pair, _checked(opened, pair, page_size, parts), options, other)
+    found = judge.evaluate(evaluator, parts.report, _facts(pair, prefix, facts, seed, page_size), console)
     Console().print(reports.table(found))
     files = {"report.json": reports.to_json(found), "report.md": reports.markdown(found).encode()}
     if out:
@@ -183,25 +188,54 @@ def _split(pair: Pair, text: list[Path], tokens: int, seed: int, prefix: int, he
     return split(texts, tokenizer, length=length, train_tokens=tokens, choose=_CHOOSE, report=held, seed=seed)
 
 
-def _checked(bundle: Bundle, pair: Pair, page_size: int) -> Projector:
+def _facts(pair: Pair, prefix: int, count: int, seed: int, page_size: int = 16) -> list[FactDocument]:
+    """Fact documents of `prefix` tokens, the first page and the end free of facts."""
+    from moonpool.c2c.capture import load_tokenizer
+    from moonpool.c2c.facts import FactWriter
+
+    writer = FactWriter(load_tokenizer(pair[1].folder), seed=seed)
+    lines = max(2, min(12, prefix // 32))
+    return [writer.document(prefix, facts=lines, margin=max(16, page_size)) for _ in range(count)]
+
+
+def _checked(bundle: Bundle, pair: Pair, page_size: int, parts: Split) -> Projector:
+    """The bundle's projector. Raises ConversionRefused (other models), ConfigError (it was fitted on what would judge it)."""
     bundle.check(pair[0].spec, pair[1].spec, page_size)
+    seen = set(bundle.manifest.training_data) & set(parts.judged)
+    if seen:
+        raise ConfigError(
+            "the bundle was fitted on held-out texts",
+            key=str(bundle.folder),
+            have=", ".join(sorted(seen)[:3]),
+            fix="Give eval the same --text, --seed, --prefix and --held as fit, or other texts.",
+        )
     return bundle.projector()
 
 
-def _linear(pair: Pair, parts: Split, options: FitOptions, console: Console) -> Projector:
-    from moonpool.c2c.fit import Documents, fit_linear
+def _linear(pair: Pair, documents: Documents, options: FitOptions, console: Console) -> LinearProjector:
+    from moonpool.c2c.fit import fit_linear
 
-    found = fit_linear(*pair, Documents(parts.train, parts.choose), options, console)
+    found = fit_linear(*pair, documents, options, console)
     for half in ("k", "v"):
         r2 = [f.r2 for f in found.layers if f.half == half]
         console.print(f"{half}: held-out R² {min(r2):.3f} … {max(r2):.3f}, mean {sum(r2) / len(r2):.3f}")
     return found.projector
 
 
-def _mlp(pair: Pair, parts: Split, options: MlpOptions, console: Console) -> Projector:
-    from moonpool.c2c.fit import Documents
+def _distilled(
+    projector: LinearProjector, pair: Pair, documents: Documents, options: DistilOptions, prefix: int, console: Console
+) -> LinearProjector:
+    from moonpool.c2c.distil import Lesson, distil
+
+    lessons = [[Lesson(d, prefix) for d in part] for part in (documents.train, documents.choose)]
+    found = distil(projector, *pair, (lessons[0], lessons[1]), options, console)
+    console.print(f"distilled: held-out KL {found.kl_before:.3f} → {found.kl_after:.3f} at step {found.steps}")
+    return found.projector
+
+
+def _mlp(pair: Pair, documents: Documents, options: MlpOptions, console: Console) -> Projector:
     from moonpool.c2c.fit_mlp import fit_mlp
 
-    found = fit_mlp(*pair, Documents(parts.train, parts.choose), options, console)
+    found = fit_mlp(*pair, documents, options, console)
     console.print(f"mlp: {found.epochs} epochs, held-out MSE {found.heldout_mse:.4f} of the outputs' variance")
     return found.projector

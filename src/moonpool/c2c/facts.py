@@ -51,6 +51,10 @@ class FactDocument:
     facts: int
     """Facts in the document: a guess among its values is right with chance 1 / facts."""
 
+    def told(self) -> Tensor:
+        """The document, then its questions with their answers: what a fit reads."""
+        return torch.cat([self.tokens, *(t for q in self.questions for t in (q.prompt, q.answer))])
+
 
 class FactWriter:
     """Writes fact documents with one tokenizer (transformers' or anything with `encode(text, add_special_tokens=)`)."""

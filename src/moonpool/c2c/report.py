@@ -107,22 +107,25 @@ def recovery(native: float, none: float, arm: float) -> float | None:
     return (none - arm) / (none - native) if none - native >= MIN_GAIN else None
 
 
-_HEADS = ("arm", "NLL", "recovery", "KL", "KL p95", "top-1", "facts", "answer NLL", "recovery", "attn cos")
+_HEADS = ("arm", "NLL", "recovery", "KL", "KL p95", "top-1", "facts", "attn", "answer NLL", "recovery")
+_SHORT = 8
+"""Columns that fit a terminal."""
 
 
 def _cells(arm: Arm) -> list[str]:
-    cosine = min(arm.attention_cosine) if arm.attention_cosine else None
-    numbers = [arm.nll, arm.recovery, arm.kl_mean, arm.kl_p95, arm.top1, arm.facts, arm.answer_nll, arm.answer_recovery]
-    return [arm.name, *("–" if n is None else f"{n:.3f}" for n in [*numbers, cosine])]
+    worst = min(arm.attention_cosine) if arm.attention_cosine else None
+    numbers = [arm.nll, arm.recovery, arm.kl_mean, arm.kl_p95, arm.top1, arm.facts, worst]
+    numbers += [arm.answer_nll, arm.answer_recovery]
+    return [arm.name, *("–" if n is None else f"{n:.3f}" for n in numbers)]
 
 
 def table(report: Report) -> Table:
     """For a terminal."""
     found = Table(title=f"{report.source} → {report.target} ({report.projector})", caption=_caption(report))
-    for i, head in enumerate(_HEADS):
+    for i, head in enumerate(_HEADS[:_SHORT]):
         found.add_column(head, justify="right" if i else "left", no_wrap=True)
     for arm in report.arms:
-        found.add_row(*_cells(arm))
+        found.add_row(*_cells(arm)[:_SHORT])
     return found
 
 
@@ -137,7 +140,7 @@ def markdown(report: Report) -> str:
         [
             *lines,
             "",
-            "Attn cos: attention output against native, worst layer. R² is reported and never decides: it does not predict quality.",
+            "Attn: cosine of the attention output with native, worst layer. R² never decides: it predicts no quality.",
             "",
         ]
     )

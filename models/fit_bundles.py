@@ -1,0 +1,161 @@
+"""Fit and judge the bundled projector: `python models/fit_bundles.py` writes bundles/moon-large-to-moon-small.
+
+Ridge from several source layers, then distillation through moon-small; judged on held-out text and on fact documents made
+of held-out text, beside issue #1520's mlp trained on the same documents. Minutes on two cores; everything follows from --seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from models import corpus, tasks
+from moonpool.c2c.bundle import add_files, write_bundle
+from moonpool.c2c.capture import CaptureStore, load_tokenizer
+from moonpool.c2c.distil import DistilOptions, Lesson, distil
+from moonpool.c2c.evaluate import EvalOptions, Evaluator, evaluate
+from moonpool.c2c.facts import FactDocument, FactWriter
+from moonpool.c2c.fit import Documents, FitOptions, fit_linear
+from moonpool.c2c.fit_mlp import MlpOptions, fit_mlp
+from moonpool.c2c.projectors.base import Projector
+from moonpool.c2c.report import markdown, table, to_json
+
+ROOT = Path(__file__).resolve().parents[1]
+LENGTH, PREFIX, PAGE = 512, 448, 16
+CHOOSE, REPORT, FACTS = 12, 24, 24
+
+
+@dataclass(frozen=True)
+class Material:
+    """Documents of one seed; those of `choose`, `report` and `facts` hold only text that neither model was trained on."""
+
+    train: list[Tensor]
+    choose: list[Tensor]
+    report: list[Tensor]
+    facts: list[FactDocument]
+
+
+def rows(generator: tasks.Generator, rng: np.random.Generator, count: int) -> list[Tensor]:
+    """Documents in the forms that the pair is used with: facts, chats, plain text."""
+    found = []
+    for i in range(count):
+        if i % 5 < 2:
+            ids, _ = generator.facts_row(rng, LENGTH, filler=True)
+        elif i % 5 == 2:
+            ids, _ = generator.chat_row(rng, LENGTH)
+        else:
+            ids, _ = generator.text_row(rng, LENGTH)
+        found.append(torch.from_numpy(ids.astype(np.int64)))
+    return found
+
+
+def material(tokenizer: Any, documents: int, seed: int) -> Material:
+    train, held = corpus.texts(0)  # the models' own split, whatever the seed of the fit
+    backend = tokenizer.backend_tokenizer
+    words = corpus.Words.of(backend)
+    middle = len(held) // 2
+    ids = [corpus.encode_all(backend, part) for part in (train, held[:middle], held[middle:])]
+    rng = np.random.default_rng([seed, 1520])
+    fit, choose = (tasks.Generator(words, part) for part in ids[:2])
+    last = torch.from_numpy(ids[2])
+    report = [last[i * LENGTH : (i + 1) * LENGTH] for i in range(min(REPORT, len(last) // LENGTH))]
+    lines = [line.strip() for text in held[middle:] for line in text.splitlines() if 20 < len(line.strip()) < 90]
+    writer = FactWriter(tokenizer, sentences=random.Random(seed).sample(lines, min(400, len(lines))), seed=seed)
+    facts = [writer.document(PREFIX, facts=12, questions=8, margin=PAGE) for _ in range(FACTS)]
+    return Material(rows(fit, rng, documents), rows(choose, rng, CHOOSE), report, facts)
+
+
+def lessons(documents: list[Tensor], seed: int) -> list[Lesson]:
+    """Each document cut at a random whole page in its last two thirds."""
+    rng = random.Random(seed)
+    return [Lesson(d, PAGE * rng.randint(LENGTH // PAGE // 3, PREFIX // PAGE)) for d in documents]
+
+
+def fit(
+    options: argparse.Namespace, pair: tuple[CaptureStore, CaptureStore], m: Material, console: Console
+) -> Projector:
+    documents = Documents(m.train, m.choose)
+    ridge = fit_linear(
+        *pair, documents, FitOptions(layers_per_target=options.layers, window=0, shell=options.shell), console
+    )
+    r2 = {h: float(np.mean([f.r2 for f in ridge.layers if f.half == h])) for h in "kv"}
+    console.print(f"ridge on {ridge.tokens} tokens: held-out R² of keys {r2['k']:.3f}, of values {r2['v']:.3f}")
+    if not options.steps:
+        return ridge.projector
+    found = distil(
+        ridge.projector,
+        *pair,
+        (lessons(m.train, options.seed), lessons(m.choose, options.seed + 1)),
+        DistilOptions(
+            steps=options.steps, batch=options.batch, learning_rate=options.rate, every=25, native_tokens=PAGE
+        ),
+        console,
+    )
+    console.print(f"distilled: held-out KL {found.kl_before:.3f} → {found.kl_after:.3f} nats at step {found.steps}")
+    return found.projector
+
+
+def judge(
+    pair: tuple[CaptureStore, CaptureStore], m: Material, projector: Projector, other: Projector | None, seed: int
+) -> tuple[bytes, bytes]:
+    """report.json and report.md."""
+    options = EvalOptions(prefix=PREFIX, page_size=PAGE, seed=seed, texts=("held-out stdlib documentation",))
+    found = evaluate(Evaluator(*pair, projector, options, other), m.report, m.facts, Console(stderr=True))
+    Console(width=110).print(table(found))
+    return to_json(found), markdown(found).encode()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", type=Path, default=ROOT / "models", help="folder with moon-large and moon-small")
+    parser.add_argument("--out", type=Path, default=ROOT / "bundles", help="folder that gets the bundle")
+    parser.add_argument("--documents", type=int, default=160, help=f"documents of {LENGTH} tokens to fit on")
+    parser.add_argument("--layers", type=int, default=8, help="source layers for each target layer")
+    parser.add_argument("--steps", type=int, default=400, help="distillation steps; 0 = ridge only")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--shell", action="store_true", help="put mapped keys on the target's key shell")
+    parser.add_argument("--no-mlp", action="store_true", help="do not train the baseline")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options, console = parse(), Console(stderr=True)
+    torch.manual_seed(options.seed)
+    with tempfile.TemporaryDirectory() as kept:
+        pair = tuple(CaptureStore(Path(kept), options.models / f"moon-{n}") for n in ("large", "small"))
+        source, target = pair
+        m = material(load_tokenizer(target.folder), options.documents, options.seed)
+        projector = fit(options, (source, target), m, console)
+        mlp = None
+        if not options.no_mlp:
+            baseline = fit_mlp(source, target, Documents(m.train, m.choose), MlpOptions(seed=options.seed), console)
+            console.print(f"mlp: {baseline.epochs} epochs, held-out MSE {baseline.heldout_mse:.3f} of the variance")
+            mlp = baseline.projector
+        json, text = judge((source, target), m, projector, mlp, options.seed)
+        bundle = write_bundle(
+            options.out / "moon-large-to-moon-small",
+            projector,
+            source.spec,
+            target.spec,
+            training_data=["Python standard library documentation (training part)", "generated facts and chats"],
+            created_by=f"models/fit_bundles.py --seed {options.seed} --steps {options.steps} --layers {options.layers}",
+        )
+        print(f"{bundle.folder}: bundle {add_files(bundle, {'report.json': json, 'report.md': text}).digest}")
+
+
+if __name__ == "__main__":
+    main()
