@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
+import resource
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.errors import ConnectionLost, DeadlineExceeded, LeaseExpired, MoonpoolError
+from moonpool.errors import ConnectionLost, DeadlineExceeded, KeyBusy, LeaseExpired, MoonpoolError
 from moonpool.keys import PageKey
 from moonpool.store.base import EventStream, KVPool, Reservation
 from moonpool.store.client import PoolClient
@@ -343,3 +346,66 @@ def test_closing_the_pool_wakes_a_listener(cluster: LocalCluster) -> None:
     thread.join(5)
     assert not thread.is_alive()
     assert len(errors) == 1
+
+
+# -- load
+
+
+def _stress(master: str, home: str, seed: int, out: Connection) -> None:
+    """Put and read objects whose bytes follow from their key, in a pool that is far too small; report what was wrong."""
+    rng, hits = random.Random(seed), 0
+    wrong: list[str] = []
+    with PoolClient.connect(master, messenger=home) as pool:
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            keys = [f"s{n}" for n in rng.sample(range(400), 8)]
+            values = [k.encode() * (1000 + int(k[1:]) * 50) for k in keys]
+            refused = [o for o in pool.batch_put(keys, values) if isinstance(o, MoonpoolError)]
+            wrong += [repr(o) for o in refused if not isinstance(o, KeyBusy)]
+            with pool.open_read(keys) as lease:
+                for key, value, view in zip(keys, values, lease.views, strict=True):
+                    hits += view is not None
+                    if view is not None and bytes(view) != value:
+                        wrong.append(key)
+    out.send((wrong, hits))
+
+
+def test_no_wrong_byte_under_eviction_by_many_processes(cluster: LocalCluster) -> None:
+    pipes = [spawn.Pipe(duplex=False) for _ in range(3)]
+    home = cluster.messengers[0].socket
+    children = [
+        spawn.Process(target=_stress, args=(cluster.master.socket, home, i, out)) for i, (_, out) in enumerate(pipes)
+    ]
+    for child in children:
+        child.start()
+    for inn, out in pipes:
+        out.close()
+        wrong, hits = inn.recv()
+        inn.close()
+        assert wrong == []
+        assert hits > 100
+    for child in children:
+        child.join(10)
+        child.close()
+    pool = cluster.client()
+    assert eventually(lambda: pool.stats().reads_open + pool.stats().writes_open == 0)
+    assert pool.stats().evictions > 100
+
+
+def test_a_messenger_out_of_descriptors_serves_on(cluster: LocalCluster) -> None:
+    pool = cluster.client()
+    pool.put("k", b"v")
+    pid = cluster.messengers[0].pid
+    held = len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
+    _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (held + 2, most))
+    raw = []
+    for _ in range(6):
+        raw.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        raw[-1].connect(cluster.messengers[0].socket)
+    assert eventually(lambda: "cannot accept" in cluster.log("m0"))
+    assert pool.get("k") == b"v"
+    for sock in raw:
+        sock.close()
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, most))
+    assert cluster.client().get("k") == b"v"

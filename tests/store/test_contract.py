@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from collections.abc import Callable
 from itertools import count
 
 import pytest
 
 from moonpool.errors import (
+    FrameTooLarge,
     KeyBusy,
     LeaseExpired,
     MoonpoolError,
@@ -15,11 +18,13 @@ from moonpool.errors import (
     NoSpace,
     NotFound,
     ObjectTooLarge,
+    PoolClosed,
+    PoolError,
     WrongSize,
 )
 from moonpool.keys import PageKey
 from moonpool.store.base import KVPool, Match, Reservation
-from moonpool.types import Hinted, Missed, Put, Stored
+from moonpool.types import Hinted, Missed, Put, PutOutcome, Stored
 
 _names = count()
 Fresh = Callable[[int], KVPool]
@@ -339,3 +344,79 @@ def test_next_waits_no_longer_than_it_is_told(pool: KVPool) -> None:
 
 def test_c2c_config(pool: KVPool) -> None:
     assert pool.get_c2c_config() == b"{}"
+
+
+# -- many threads, odd arguments
+
+
+def test_threads_that_race_for_the_same_keys_store_each_once(pool: KVPool) -> None:
+    keys = [name() for _ in range(250)]
+    outcomes: list[PutOutcome] = []
+
+    def work(seed: int) -> None:
+        for key in random.Random(seed).sample(keys, len(keys)):
+            if not pool.is_exist(key):
+                outcomes.extend(pool.batch_put([key], [key.encode()]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert outcomes.count(Put.STORED) == 250
+    assert all(o in (Put.STORED, Put.EXISTED) or isinstance(o, KeyBusy) for o in outcomes)
+    assert pool.batch_get(keys) == [k.encode() for k in keys]
+
+
+@pytest.mark.parametrize("key", ["", "x" * 1025, "\ud800"])
+def test_what_is_no_key_is_refused_and_harms_nobody(pool: KVPool, key: str) -> None:
+    good = name()
+    with pool.open_read([good]), pytest.raises(PoolError):
+        pool.batch_put([good, key], [b"1", b"2"])
+    for verb in (pool.open_read, pool.batch_is_exist, pool.batch_remove):
+        with pytest.raises(PoolError):
+            verb([key])
+    assert pool.put(good, b"1") is Put.STORED
+
+
+def test_any_text_is_a_key(pool: KVPool) -> None:
+    for key in ("é", "日本", "a b\n\0c", "x" * 1024, "mp1:nearly"):
+        assert pool.put(key, key.encode()) is Put.STORED
+        assert pool.get(key) == key.encode()
+
+
+def test_batches_and_sizes_are_bounded(pool: KVPool) -> None:
+    with pytest.raises(FrameTooLarge):
+        pool.batch_is_exist(["k"] * 65537)
+    assert pool.batch_is_exist(["k"] * 65536) == [False] * 65536
+    for size in (-1, 1 << 60):
+        with pytest.raises(WrongSize):
+            pool.reserve([("k", size)])
+    assert isinstance(pool.reserve([("k", 1 << 48)])[0], ObjectTooLarge)
+
+
+def test_a_closed_pool_says_so(fresh: Fresh) -> None:
+    pool = fresh(1 << 16)
+    pool.put("k", b"v")
+    pool.close()
+    pool.close()
+    calls: list[Callable[[], object]] = [
+        lambda: pool.get("k"),
+        lambda: pool.put("k", b"v"),
+        pool.stats,
+        lambda: pool.subscribe([]),
+    ]
+    for call in calls:
+        with pytest.raises(PoolClosed):
+            call()
+
+
+def test_what_a_pool_holds_goes_with_it(fresh: Fresh) -> None:
+    pool = fresh(1 << 16)
+    pool.put("k", b"v")
+    lease = pool.open_read(["k"])
+    [r] = pool.reserve([("w", 8)])
+    assert isinstance(r, Reservation)
+    pool.close()
+    lease.close()
+    pool.revoke([r])

@@ -107,8 +107,9 @@ class KVPool(ABC):
 
     @abstractmethod
     def commit(self, reservations: Sequence[Reservation]) -> list[PutOutcome]:
-        """Make the objects visible, each all-or-nothing. A reservation that outlived its time gives LeaseExpired. Drop every array
-        over a reservation's view before: the views are closed here."""
+        """Make the objects visible, each all-or-nothing. A reservation that outlived its time, and whose
+        key another writer took meanwhile, gives LeaseExpired. The views are closed here, whatever the result; an array that is
+        still over one must not be written any more."""
 
     @abstractmethod
     def revoke(self, reservations: Sequence[Reservation]) -> None:

@@ -25,8 +25,10 @@ class PoolReservation(Reservation):
 
     def end(self) -> None:
         """The space is no longer this writer's: a write through `view` fails from now on."""
-        with contextlib.suppress(BufferError):  # an array over it is still around; its owner was told not to write
+        try:
             self.view.release()
+        except BufferError:
+            pass  # an array over it is still around; its owner was told not to write
 
 
 class PoolLease(ReadLease):

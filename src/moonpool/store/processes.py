@@ -37,6 +37,7 @@ class MessengerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     high_watermark: float = 0.95
     eviction_ratio: float = 0.05
     reservation_ttl_s: float = 60.0
+    max_objects: int = 1 << 20
 
     def limits(self) -> Limits:
         if not 0 < self.high_watermark <= 1 or not 0 <= self.eviction_ratio < self.high_watermark:
@@ -46,7 +47,14 @@ class MessengerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 need="0 <= eviction_ratio < high_watermark <= 1",
                 have=f"{self.eviction_ratio}, {self.high_watermark}",
             )
-        return Limits(self.high_watermark, self.eviction_ratio, self.reservation_ttl_s)
+        if self.reservation_ttl_s <= 0 or self.max_objects < 1:
+            raise ConfigError("reservation_ttl_s and max_objects must be positive", key=self.name)
+        return Limits(
+            high_watermark=self.high_watermark,
+            eviction_ratio=self.eviction_ratio,
+            reservation_ttl_s=self.reservation_ttl_s,
+            max_objects=self.max_objects,
+        )
 
 
 def run_master(config: MasterConfig, c2c_config: bytes = b"") -> None:

@@ -27,7 +27,7 @@ from moonpool.errors import (
     WireError,
     from_fields,
 )
-from moonpool.wire import framing
+from moonpool.wire import address, framing
 from moonpool.wire.messages import Error, Message, Reply
 
 log = logging.getLogger(__name__)
@@ -113,16 +113,10 @@ class LocalChannel(Channel):
 
 class SocketChannel(Channel):
     def __init__(self, path: str, timeout: float = 30.0) -> None:
-        """Connect to the Unix socket at `path`. Raises ConnectionLost."""
+        """Connect to the Unix socket at `path`. Raises ConnectionLost, ConfigError."""
         self._lock = threading.Lock()
         self._fds: list[int] = []
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(timeout)
-        try:
-            self._socket.connect(path)
-        except OSError as e:
-            self._socket.close()
-            raise ConnectionLost(f"cannot connect: {e.strerror or e}", key=path) from e
+        self._socket = _connected(address.parse(path), timeout)
 
     def call(self, request: Message, reply: type[R]) -> R:
         with self._lock:
@@ -161,12 +155,12 @@ class Server:
 
     def __init__(self, path: str, service: Service) -> None:
         """Bind. The socket file is for this user only. Raises ConfigError if the path is taken by a living server."""
-        self.path, self._service = path, service
+        self.path, self._service = address.parse(path), service
         self._decode: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(service.requests)
         self._threads: dict[threading.Thread, socket.socket] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._socket = _bind(path)
+        self._socket = _bind(self.path)
         self._acceptor = threading.Thread(target=self._accept, name=f"rpc-accept {Path(path).name}", daemon=True)
         self._acceptor.start()
 
@@ -247,6 +241,20 @@ class Server:
         for thread in open_:
             thread.join(5)
         Path(self.path).unlink(missing_ok=True)
+
+
+def _connected(path: str, timeout: float) -> socket.socket:
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as e:  # out of descriptors
+        raise ConnectionLost(f"cannot open a socket: {e.strerror or e}", key=path) from e
+    sock.settimeout(timeout)
+    try:
+        sock.connect(path)
+    except OSError as e:
+        sock.close()
+        raise ConnectionLost(f"cannot connect: {e.strerror or e}", key=path) from e
+    return sock
 
 
 def _shutdown(sock: socket.socket) -> None:

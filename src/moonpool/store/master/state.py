@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moonpool.clock import Clock
-from moonpool.errors import NotFound
+from moonpool.errors import NoSpace, NotFound
+
+MAX_MEMBERS = 1024
+"""Each holds at most its own `max_objects` keys, so the index is bounded too."""
 
 
 @dataclass(slots=True)
@@ -31,8 +34,13 @@ class MasterState:
         self._checked = clock.now()
 
     def register(self, name: str, socket: str, generation: str) -> None:
-        """A messenger joins with an empty list of keys; one of the same name that was there before is replaced."""
+        """A messenger joins with an empty list of keys; one of the same name that was there before is replaced.
+
+        Raises NoSpace past MAX_MEMBERS.
+        """
         self._forget(name)
+        if len(self._members) >= MAX_MEMBERS:
+            raise NoSpace("too many messengers", key=name, need=f"<= {MAX_MEMBERS}", have=str(len(self._members)))
         self._members[name] = Member(name, socket, generation, self._clock.now())
 
     def heartbeat(self, name: str) -> None:

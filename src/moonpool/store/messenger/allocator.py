@@ -11,8 +11,11 @@ ALIGN = 64
 """A cache line; also enough for any dtype's alignment."""
 
 
+_MASK = ALIGN - 1
+
+
 def rounded(size: int) -> int:
-    return (size + ALIGN - 1) // ALIGN * ALIGN
+    return (size + _MASK) & ~_MASK
 
 
 class Allocator:
@@ -40,10 +43,15 @@ class Allocator:
         at = bisect_left(self._by_size, (need, 0))
         if at == len(self._by_size):
             return None
-        block, start = self._by_size[at]
-        self._remove(start, block)
-        if block > need:
-            self._insert(start + need, block - need)
+        block, start = self._by_size.pop(at)
+        del self._by_start[start]
+        if block > need:  # the rest keeps its end
+            rest = start + need
+            insort(self._by_size, (block - need, rest))
+            self._by_start[rest] = block - need
+            self._by_end[start + block] = rest
+        else:
+            del self._by_end[start + block]
         self._used[start] = need
         self.used += need
         return start

@@ -28,7 +28,9 @@ class Ledger(Generic[T]):
 
     def add(self, session: int, entry: T) -> int:
         """A new id for `entry`. Raises NoSpace if the session holds too many."""
-        held = self._sessions.setdefault(session, set())
+        held = self._sessions.get(session)
+        if held is None:
+            held = self._sessions[session] = set()
         if len(held) >= self.limit:
             raise NoSpace(
                 "session holds too many handles",

@@ -51,7 +51,7 @@ class Subscription:
     dropped: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reserved:
     id: int
     offset: int
@@ -73,6 +73,8 @@ class MessengerState:
 
     def __init__(self, capacity: int, clock: Clock, limits: Limits | None = None) -> None:
         self._space, self._clock, self._limits = Allocator(capacity), clock, limits or Limits()
+        self._evict_above = int(self._limits.high_watermark * self._space.capacity)
+        self._evict_down_to = int(self._evict_above - self._limits.eviction_ratio * self._space.capacity)
         self._table = ObjectTable()
         self._writing: dict[str, Writing] = {}
         self._writes: Ledger[Writing] = Ledger(_MAX_HANDLES)
@@ -126,9 +128,8 @@ class MessengerState:
         need = rounded(size)
         if need > self._space.largest_free:
             self._refuse_if_hopeless(key, need)
-        if self._space.used + need > self._limits.high_watermark * self._space.capacity:
-            low = (self._limits.high_watermark - self._limits.eviction_ratio) * self._space.capacity
-            self._evict(max(0, int(low) - need))
+        if self._space.used + need > self._evict_above:
+            self._evict(max(0, self._evict_down_to - need))
         if len(self._table) + len(self._writes) >= self._limits.max_objects and not self._evict_one():
             raise NoSpace("too many objects", key=key, need=f"< {self._limits.max_objects}", have=str(len(self._table)))
         while (offset := self._space.allocate(size)) is None:
