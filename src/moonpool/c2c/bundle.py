@@ -6,7 +6,11 @@
     report.md              the same, to read (optional)
     SHA256SUMS             sha256 of each file above; the bundle's digest is the sha256 of this file, cut to 32 hex digits
 
-Adding a report therefore gives a new digest: a report is bound to the weights that it speaks of.
+Adding a report therefore gives a new digest: a report is bound to the weights that it speaks of, and a rule that names the old
+digest does not take the bundle with the new report.
+
+Bytes are used only after they were verified: the manifest and the weights are parsed from the very bytes that were hashed, not
+from a file that is opened a second time.
 """
 
 from __future__ import annotations
@@ -16,19 +20,20 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from moonpool.c2c.projectors import build_projector
 from moonpool.c2c.projectors.base import Projector
-from moonpool.c2c.signature import ModelSpec, RopeSpec, check_pair
-from moonpool.errors import BundleCorrupt, BundleError, ConversionRefused, DigestMismatch
+from moonpool.c2c.signature import Difference, ModelSpec, RopeSpec, check_contract, check_pair, differences
+from moonpool.errors import BundleCorrupt, BundleError, DigestMismatch
 from moonpool.keys import LAYOUT
 
 FORMAT = 1
@@ -78,39 +83,44 @@ class Bundle(msgspec.Struct, frozen=True):
     folder: Path
     digest: str
     manifest: Manifest
+    sums: dict[str, str]
+    """File name → sha256, as verified."""
+
+    def read(self, name: str) -> bytes:
+        """A file's bytes, verified once more as they are read: the folder may have changed since it was opened.
+
+        Raises BundleCorrupt (the bundle has no such file), DigestMismatch.
+        """
+        if name not in self.sums:
+            raise BundleCorrupt("the bundle has no such file", key=name, have=", ".join(sorted(self.sums)))
+        return _verified(self.folder / name, self.sums[name])
 
     def projector(self) -> Projector:
-        """Read the weights and build. Raises BundleCorrupt (missing, misshapen or non-finite weights)."""
+        """Read the weights and build. Raises BundleCorrupt (missing, misshapen or non-finite weights), DigestMismatch."""
         try:
-            tensors = load_file(self.folder / WEIGHTS)
-        except (SafetensorError, OSError) as e:
+            tensors = load(self.read(WEIGHTS))
+        except (SafetensorError, KeyError, ValueError) as e:  # KeyError: a type that torch does not have
             raise BundleCorrupt(f"unreadable weights: {e}", key=str(self.folder / WEIGHTS)) from e
         return build_projector(self.manifest.kind, self.manifest.parameters, tensors)
 
     def check(self, source: ModelSpec, target: ModelSpec, page_size: int, kv_dtype: str = "bfloat16") -> None:
-        """Raises ConversionRefused that names the first field in which the bundle and the models differ."""
+        """Raises ConversionRefused that names every field in which the bundle and the models differ."""
         check_pair(source, target)
-        for role, need, spec in (("source", self.manifest.source, source), ("target", self.manifest.target, target)):
-            for field in Side.__struct_fields__:
-                if field != "name" and getattr(need, field) != getattr(spec, field):
-                    raise _refused(self, f"the {role} differs in {field}", getattr(need, field), getattr(spec, field))
-        if self.manifest.kv_dtype != kv_dtype:
-            raise _refused(self, "kv_dtype differs", self.manifest.kv_dtype, kv_dtype)
-        if self.manifest.layout != LAYOUT:
-            raise _refused(self, "layout differs", self.manifest.layout, LAYOUT)
-        if self.manifest.page_sizes and page_size not in self.manifest.page_sizes:
-            raise _refused(self, "page_size differs", self.manifest.page_sizes, page_size)
-
-
-def _refused(bundle: Bundle, what: str, need: object, have: object) -> ConversionRefused:
-    m = bundle.manifest
-    return ConversionRefused(
-        what,
-        key=f"bundle {m.source.name} → {m.target.name} ({bundle.digest[:12]})",
-        need=str(need),
-        have=str(have),
-        fix="Use the bundle's own models, or fit one for these with `moonpool c2c fit`.",
-    )
+        m = self.manifest
+        found = [
+            Difference(f"{role}.{d.field}", d.need, d.have)
+            for role, need, spec in (("source", m.source, source), ("target", m.target, target))
+            for d in differences(need, Side.of(spec))
+        ]
+        facts = (("kv_dtype", m.kv_dtype, kv_dtype), ("layout", m.layout, LAYOUT))
+        found += [Difference(field, need, have) for field, need, have in facts if need != have]
+        if m.page_sizes and page_size not in m.page_sizes:
+            found.append(Difference("page_size", str(m.page_sizes), str(page_size)))
+        check_contract(
+            f"bundle {m.source.name} → {m.target.name} ({self.digest[:12]}) for {source.name} → {target.name}",
+            found,
+            fix="Use the bundle's own models, or fit one for these with `moonpool c2c fit`.",
+        )
 
 
 def write_bundle(
@@ -124,7 +134,11 @@ def write_bundle(
     created_by: str = "",
     page_sizes: list[int] | None = None,
 ) -> Bundle:
-    """Write a bundle, all or nothing: a folder that is there before is replaced only by a whole one."""
+    """Write a bundle, all or nothing: a bundle that is there before is replaced only by a whole one that was read back.
+
+    Weights are stored in `dtype`; biases, gains and gates stay fp32. Raises BundleError (the folder holds something else),
+    BundleCorrupt (weights with NaN or Inf, also after rounding).
+    """
     manifest = Manifest(
         source=Side.of(source),
         target=Side.of(target),
@@ -134,43 +148,67 @@ def write_bundle(
         training_data=training_data or [],
         created_by=created_by,
     )
+
+    def fill(temporary: Path) -> None:
+        _save(temporary / WEIGHTS, projector.tensors(), dtype)
+        (temporary / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+
+    return _replace(folder, fill)
+
+
+def _save(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """What is called a weight in `dtype`; biases, gains and gates stay fp32, they cost nothing."""
+    kept = {n: t.to(dtype if n.endswith("weight") else torch.float32) for n, t in tensors.items()}
+    save_file({n: t.detach().cpu().contiguous() for n, t in kept.items()}, path)
+
+
+def _replace(folder: Path, fill: Callable[[Path], None]) -> Bundle:
+    """Make a bundle next to `folder`, read it back and put it in its place."""
+    folder = Path(os.path.abspath(folder))  # noqa: PTH100 - `resolve` would replace what a link points to
+    if folder.exists() and not (folder / SUMS).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BundleError(
+            "something else is there", key=str(folder), need="a bundle, or nothing", fix="Choose another folder."
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        _save(temporary / WEIGHTS, projector.tensors(), dtype)
-        (temporary / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        fill(temporary)
         _write_sums(temporary)
+        open_bundle(temporary).projector()
+        temporary.chmod(0o755)
         _swap(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return open_bundle(folder)
 
 
-def _save(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Matrices in `dtype`; vectors (biases, gains, gates) stay fp32, they cost nothing."""
-    kept = {n: t.to(dtype) if t.ndim >= 2 and "bias" not in n else t for n, t in tensors.items()}
-    save_file({n: t.detach().cpu().contiguous() for n, t in kept.items()}, path)
-
-
 def _swap(new: Path, folder: Path) -> None:
     old = new.with_name(new.name + ".old")
     if folder.exists():
         folder.rename(old)
-    new.rename(folder)
+    try:
+        new.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
     shutil.rmtree(old, ignore_errors=True)
-    folder.chmod(0o755)
 
 
 def add_files(bundle: Bundle, files: dict[str, bytes]) -> Bundle:
-    """The bundle with these files added or replaced (a report); its digest changes."""
-    for name, content in files.items():
-        if name not in FILES - {MANIFEST, WEIGHTS}:
-            raise BundleError("not a file that a bundle may hold", key=name, need=", ".join(sorted(FILES)))
-        temporary = bundle.folder / f".{name}.tmp"
-        temporary.write_bytes(content)
-        temporary.replace(bundle.folder / name)
-    _write_sums(bundle.folder)
-    return open_bundle(bundle.folder)
+    """The bundle with these files added or replaced (a report), all or nothing; its digest changes."""
+    foreign = files.keys() - (FILES - {MANIFEST, WEIGHTS})
+    if foreign:
+        raise BundleError("not a file that can be added", key=", ".join(sorted(foreign)), need="report.json, report.md")
+
+    def fill(temporary: Path) -> None:
+        for name in bundle.sums.keys() - files.keys():
+            shutil.copyfile(bundle.folder / name, temporary / name)
+            _check_file(temporary / name, bundle.sums[name])
+        for name, content in files.items():
+            (temporary / name).write_bytes(content)
+
+    return _replace(bundle.folder, fill)
 
 
 def _write_sums(folder: Path) -> None:
@@ -190,9 +228,9 @@ def read_sums(raw: bytes, key: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in raw.decode("ascii", errors="replace").splitlines():
         m = _SUM_LINE.fullmatch(line)
-        if not m or m[2] not in FILES:
+        if not m or m[2] not in FILES or m[2] in found:
             raise BundleCorrupt(
-                "bad line in SHA256SUMS", key=key, need="sha256 and a bundle's file name", have=line[:100]
+                "bad line in SHA256SUMS", key=key, need="sha256 and a bundle's file name, each once", have=line[:100]
             )
         found[m[2]] = m[1]
     if not {MANIFEST, WEIGHTS} <= found.keys():
@@ -210,11 +248,10 @@ def folder_digest(folder: Path) -> str:
     return sums_digest(_bounded(folder / SUMS))
 
 
-def _bounded(path: Path) -> bytes:
+def _bounded(path: Path, cap: int = _MAX_TEXT_BYTES) -> bytes:
     try:
-        if path.stat().st_size > _MAX_TEXT_BYTES:
-            raise BundleCorrupt("too large", key=str(path), need=f"<= {_MAX_TEXT_BYTES} B")
-        return path.read_bytes()
+        with path.open("rb") as f:
+            raw = f.read(cap + 1)
     except OSError as e:
         raise BundleCorrupt(
             "no bundle here",
@@ -223,6 +260,33 @@ def _bounded(path: Path) -> bytes:
             have=e.strerror or str(e),
             fix="See `moonpool c2c fit`.",
         ) from e
+    if len(raw) > cap:
+        raise BundleCorrupt("file too large", key=str(path), need=f"<= {cap} B")
+    return raw
+
+
+def _verified(path: Path, need: str) -> bytes:
+    """The file's bytes. Raises DigestMismatch unless they are the ones that SHA256SUMS names."""
+    raw = _bounded(path, MAX_FILE_BYTES if path.name == WEIGHTS else _MAX_TEXT_BYTES)
+    _same_sum(path, need, hashlib.sha256(raw).hexdigest())
+    return raw
+
+
+def _check_file(path: Path, need: str) -> None:
+    """Like `_verified`, without holding the file in memory."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise BundleCorrupt("file too large", key=str(path), need=f"<= {MAX_FILE_BYTES} B")
+        _same_sum(path, need, _sha256(path))
+    except OSError as e:
+        raise BundleCorrupt(
+            "file is missing", key=str(path), have=e.strerror or str(e), fix="Fetch the bundle again."
+        ) from e
+
+
+def _same_sum(path: Path, need: str, have: str) -> None:
+    if have != need:
+        raise DigestMismatch("file was changed or cut off", key=str(path), need=need, have=have, fix="Fetch it again.")
 
 
 def open_bundle(folder: Path, *, expect_digest: str = "") -> Bundle:
@@ -240,23 +304,24 @@ def open_bundle(folder: Path, *, expect_digest: str = "") -> Bundle:
             have=digest,
             fix="Mend `digest:`.",
         )
-    for name, need in read_sums(raw, str(folder)).items():
-        path = folder / name
-        if not path.is_file():
-            raise BundleCorrupt("file is missing", key=str(path), fix="Fetch the bundle again.")
-        have = _sha256(path)
-        if have != need:
-            raise DigestMismatch(
-                "file was changed or cut off", key=str(path), need=need, have=have, fix="Fetch it again."
-            )
-    return Bundle(folder, digest, _manifest(folder / MANIFEST))
+    sums = read_sums(raw, str(folder))
+    foreign = sorted(f.name for f in folder.iterdir() if f.name not in {*sums, SUMS} and not f.name.startswith("."))
+    if foreign:
+        raise BundleCorrupt("files that SHA256SUMS does not name", key=str(folder), have=", ".join(foreign[:8]))
+    for name, need in sums.items():
+        _check_file(folder / name, need)
+    return Bundle(folder, digest, _manifest(_verified(folder / MANIFEST, sums[MANIFEST]), folder / MANIFEST), sums)
 
 
-def _manifest(path: Path) -> Manifest:
+class _Format(msgspec.Struct):
+    format: int = 0
+
+
+def _manifest(raw: bytes, path: Path) -> Manifest:
     try:
-        manifest = msgspec.json.decode(_bounded(path), type=Manifest)
+        found = msgspec.json.decode(raw, type=_Format).format  # first: another format has other fields
+        if found != FORMAT:
+            raise BundleCorrupt("bundle of another format", key=str(path), need=str(FORMAT), have=str(found))
+        return msgspec.json.decode(raw, type=Manifest)
     except (msgspec.DecodeError, msgspec.ValidationError) as e:
         raise BundleCorrupt(f"manifest: {e}", key=str(path)) from e
-    if manifest.format != FORMAT:
-        raise BundleCorrupt("bundle of another format", key=str(path), need=str(FORMAT), have=str(manifest.format))
-    return manifest
