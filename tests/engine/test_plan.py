@@ -14,9 +14,12 @@ P = 4
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[PrefixPlan, list[Kind | None], int]:
-    tokens = draw(st.integers(1, 60))
-    found = draw(st.lists(st.sampled_from([N, C, N, C, None]), max_size=tokens // P))
-    must = draw(st.integers(1, tokens))
+    tokens = draw(st.integers(1, 30))
+    pages = tokens // P
+    full: st.SearchStrategy[list[Kind | None]] = st.lists(st.sampled_from([N, C]), min_size=pages, max_size=pages)
+    holed: st.SearchStrategy[list[Kind | None]] = st.lists(st.sampled_from([N, C, N, C, None]), max_size=pages)
+    found = draw(st.one_of(full, holed))
+    must = draw(st.one_of(st.just(1), st.integers(1, tokens)))
     return plan_prefix(tokens, P, found, must_compute=must), found, must
 
 

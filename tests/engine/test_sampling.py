@@ -50,3 +50,10 @@ def test_logprobs_are_of_the_untempered_distribution() -> None:
     want = LOGITS.log_softmax(-1)
     assert found.logprob == pytest.approx(float(want[2]))
     assert [t for t, _ in found.top] == [1, 2]
+
+
+def test_extreme_temperatures_stay_in_the_vocabulary() -> None:
+    for temperature in (1e-300, 1e-6, 1e-5, 100.0):
+        tokens = draws(SamplingParams(temperature=temperature, top_p=0.5, seed=2), 20, LOGITS * 50)
+        assert set(tokens) <= {0, 1, 2, 3}
+    assert set(draws(SamplingParams(temperature=1e-300, seed=2), 20)) == {1}

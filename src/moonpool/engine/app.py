@@ -32,7 +32,7 @@ from moonpool.errors import MoonpoolError
 MAX_BODY_BYTES = 8 << 20
 BODY_DEADLINE_S = 60.0
 _WATCH_S = 0.2
-"""How often a request without news looks whether its client is still there."""
+"""How often a request looks whether its client is still there."""
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -184,13 +184,17 @@ async def _watch(
 
     Raises the error that the request ended with. Whoever stops iterating must close this iterator (Starlette does).
     """
+    loop = asyncio.get_running_loop()
+    look = loop.time() + _WATCH_S
     try:
         while True:
-            try:
-                event = await asyncio.wait_for(events.get(), _WATCH_S)
-            except TimeoutError:
+            if loop.time() >= look:  # also when tokens come faster than this
                 if await request.is_disconnected():
                     return
+                look = loop.time() + _WATCH_S
+            try:
+                event = await asyncio.wait_for(events.get(), max(0.001, look - loop.time()))
+            except TimeoutError:
                 continue
             if isinstance(event, MoonpoolError):
                 raise event

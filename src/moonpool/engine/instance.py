@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +56,7 @@ class Instance:
         limits = limits or Limits()
         limits.check(page_size)
         self._tokenizer = _load_tokenizer(str(model))
+        self._encoding = threading.Lock()
         self._runner = Runner(str(model), spec, page_size=page_size, compute=compute, device=device)
         self._eos = self._runner.eos
         shape = self._runner.shape
@@ -66,7 +68,8 @@ class Instance:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens that this tokenizer puts around it."""
-        return [int(t) for t in self._tokenizer.encode(text)]
+        with self._encoding:
+            return [int(t) for t in self._tokenizer.encode(text)]
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant begins to speak. Raises RequestError if the model has no
@@ -79,7 +82,8 @@ class Instance:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, ValueError) as e:
             raise RequestError(f"the chat template refuses these messages: {e}") from e
-        return [int(t) for t in self._tokenizer.encode(text, add_special_tokens=False)]
+        with self._encoding:
+            return [int(t) for t in self._tokenizer.encode(text, add_special_tokens=False)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
@@ -169,6 +173,10 @@ def _origins(given: Origins | Sequence[str]) -> Origins:
 
 def _load_tokenizer(ref: str) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(ref)
+        tokenizer = AutoTokenizer.from_pretrained(ref)
+        # The first encode resets truncation and padding inside the Rust tokenizer, which fails ("Already borrowed") while
+        # another thread decodes. Done once here, it never changes again.
+        tokenizer.encode("a")
+        return tokenizer
     except (OSError, ValueError) as e:
         raise ModelError(f"cannot load the tokenizer: {e}", key=ref) from e

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+GREEDY_BELOW = 1e-5
+"""Dividing by less than this overflows, and the distribution is one point anyway."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -40,7 +43,7 @@ def make_generator(seed: int | None) -> torch.Generator:
 
 def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> int:
     """One token id from `logits` `[vocab]` (CPU). Greedy draws nothing; otherwise exactly one number is drawn."""
-    if params.temperature <= 0.0:
+    if params.temperature < GREEDY_BELOW:
         return int(logits.argmax())
     uniform = float(torch.rand((), dtype=torch.float64, generator=generator))
     probs = torch.softmax(logits.double() / params.temperature, dim=-1)

@@ -19,6 +19,9 @@ from moonpool.errors import ConfigError
 _GRACE_S = 5
 """Seconds that running answers get when the server stops."""
 
+_MAX_CONNECTIONS = 1024
+"""More connections at once are answered with 503."""
+
 
 def serve(instances: Mapping[str, Instance], host: str = "127.0.0.1", port: int = 8000, *, api_key: str = "") -> None:
     """Serve until SIGINT or SIGTERM. The instances stay open; whoever made them closes them.
@@ -94,6 +97,7 @@ def _server(instances: Mapping[str, Instance], api_key: str) -> uvicorn.Server:
         access_log=False,
         lifespan="off",
         server_header=False,
+        limit_concurrency=_MAX_CONNECTIONS,
         timeout_graceful_shutdown=_GRACE_S,
     )
     return uvicorn.Server(config)
