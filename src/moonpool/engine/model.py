@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as hf_logging
 
 from moonpool.c2c.signature import ModelSpec
 from moonpool.engine.cache import ATTENTION, RaggedCache, SequenceKV, causal_mask
@@ -40,6 +42,18 @@ def _cpu_capabilities() -> dict[str, Any]:
     return dict(ask()) if ask else {}
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar of Transformers: it writes over our output, and its monitor thread never ends."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
 class Runner:
     """One loaded model. Not thread-safe: the scheduler's thread owns it. Raises ModelError if the model cannot be loaded."""
 
@@ -58,9 +72,10 @@ class Runner:
 
     def _load(self, ref: str) -> Any:
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                ref, dtype=self.dtype, attn_implementation=ATTENTION, use_safetensors=True
-            )
+            with _quiet():
+                model = AutoModelForCausalLM.from_pretrained(
+                    ref, dtype=self.dtype, attn_implementation=ATTENTION, use_safetensors=True
+                )
         except (OSError, ValueError, RuntimeError) as e:
             raise ModelError(f"cannot load the model: {e}", key=ref) from e
         have = int(model.config.num_hidden_layers)
