@@ -20,6 +20,8 @@ from moonpool.c2c.config import C2CConfig, C2CFile, ModelEntry, RuleEntry, check
 from moonpool.c2c.signature import load_spec
 from moonpool.config import load
 from moonpool.engine.instance import Instance
+from moonpool.engine.model import Compute
+from moonpool.engine.scheduler import Limits
 from moonpool.engine.server import serve
 from moonpool.errors import ConfigError
 from moonpool.pool import Pool
@@ -28,6 +30,18 @@ from moonpool.store.client import PoolClient
 
 class PoolSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     capacity_mib: int = 512
+
+
+class EngineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    compute: Compute = "float32"
+    """fp32 keeps answers equal, token for token, whatever came from the pool. `auto` takes bf16 where the CPU has units for it:
+    faster, and equal up to bf16's rounding of intermediate results."""
+    prefill_chunk: int = 256
+    max_batch: int = 8
+    max_queue: int = 64
+
+    def limits(self) -> Limits:
+        return Limits(prefill_chunk=self.prefill_chunk, max_batch=self.max_batch, max_queue=self.max_queue)
 
 
 class ServerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,6 +54,7 @@ class SystemConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The one config file."""
 
     pool: PoolSection = PoolSection()
+    engine: EngineSection = EngineSection()
     server: ServerSection = ServerSection()
     instances: list[str] = []
     """Names from `c2c.models` to serve; all of them if empty."""
@@ -57,11 +72,18 @@ def load_system(path: str | Path) -> tuple[SystemConfig, C2CConfig]:
 class System:
     """Pool and instances, started in that order and closed in the other one. Closing twice is safe."""
 
-    def __init__(self, c2c: C2CConfig, *, capacity: int, serve: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        c2c: C2CConfig,
+        *,
+        capacity: int,
+        serve: list[str] | None = None,
+        engine: EngineSection | None = None,
+    ) -> None:
         unknown = [n for n in serve or [] if n not in c2c.models]
         if unknown:
             raise ConfigError(f"unknown model `{unknown[0]}` under instances", have=", ".join(sorted(c2c.models)))
-        self.c2c = c2c
+        self.c2c, self._engine = c2c, engine or EngineSection()
         self.pool = Pool.open(capacity, c2c=c2c)
         self.instances: dict[str, Instance] = {}
         try:
@@ -79,6 +101,8 @@ class System:
             self.pool,
             page_size=self.c2c.page_size,
             origins=lambda requested: self.c2c.origins(model.owner, requested),
+            limits=self._engine.limits(),
+            compute=self._engine.compute,
         )
 
     def close(self) -> None:
@@ -109,7 +133,8 @@ def bundled_system() -> tuple[SystemConfig, C2CConfig]:
 def run_system(path: Path | None, host: str | None, port: int | None) -> None:
     """`moonpool up`: start everything and serve until Ctrl-C."""
     config, c2c = load_system(path) if path else bundled_system()
-    with System(c2c, capacity=config.pool.capacity_mib << 20, serve=config.instances or None) as system:
+    capacity = config.pool.capacity_mib << 20
+    with System(c2c, capacity=capacity, serve=config.instances or None, engine=config.engine) as system:
         for status in system.pool.converter.wait_ready(60):
             print(f"rule {status.name}: {status.state} {status.reason}".rstrip())
         serve(
@@ -127,7 +152,14 @@ def run_instance(model: str, master: str, host: str, port: int, api_key: str) ->
         ref = paths.find_model(model)
         spec = load_spec(ref)
         owner = spec.identity(c2c.page_size).digest()
-        instance = Instance(ref, spec, pool, page_size=c2c.page_size, origins=lambda asked: c2c.origins(owner, asked))
+        instance = Instance(
+            ref,
+            spec,
+            pool,
+            page_size=c2c.page_size,
+            origins=lambda asked: c2c.origins(owner, asked),
+            compute=EngineSection().compute,
+        )
         try:
             serve({spec.name: instance}, host=host, port=port, api_key=api_key)
         finally:
