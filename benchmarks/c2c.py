@@ -109,8 +109,22 @@ def conversion_seconds(conversion: Conversion) -> float:
 
 
 def product_seconds(projector: LinearProjector) -> float:
-    """Time of the bare products of the same shapes on contiguous operands: the machine's own fp32 rate."""
-    shapes = projector.shapes()
+    """Time of the bare products on contiguous operands: the machine's own fp32 rate on these shapes.
+
+    The halves of a target layer that read the same layers may go apart or as one wider product; the faster way counts.
+    """
+    apart = projector.shapes()
+    sources = projector.parameters()["sources"]
+    halves = list(zip(apart[::2], apart[1::2], strict=True))
+    joined = [
+        shape
+        for (k, v), (reads_k, reads_v) in zip(halves, sources, strict=True)
+        for shape in ([(k[0], k[1] + v[1])] if reads_k == reads_v else [k, v])
+    ]
+    return min(_products_seconds(apart), _products_seconds(joined))
+
+
+def _products_seconds(shapes: list[tuple[int, int]]) -> float:
     x = {rows: torch.randn(TOKENS, rows) for rows, _ in shapes}
     weights = [torch.randn(rows, columns) for rows, columns in shapes]
     outs = [torch.empty(TOKENS, columns) for _, columns in shapes]
@@ -124,7 +138,7 @@ def product_seconds(projector: LinearProjector) -> float:
 
 def prefill_rate(pair: Pair, target: ModelSpec) -> float:
     """Tokens/s of the target's own prefill in the built-in engine, without a pool."""
-    instance = Instance(paths.find_model(pair.target), target, None, page_size=PAGE)
+    instance = Instance(paths.find_model(pair.target), target, None, page_size=PAGE, compute="float32")
     try:
         prompt = torch.randint(10, min(1000, target.vocab_size), (PROMPT,)).tolist()
         return PROMPT / figures.seconds(
