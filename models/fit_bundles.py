@@ -125,7 +125,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8, help="source layers for each target layer")
     parser.add_argument("--steps", type=int, default=400, help="distillation steps; 0 = ridge only")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--rate", type=float, default=1e-5)
     parser.add_argument("--shell", action="store_true", help="put mapped keys on the target's key shell")
     parser.add_argument("--no-mlp", action="store_true", help="do not train the baseline")
     parser.add_argument("--seed", type=int, default=0)

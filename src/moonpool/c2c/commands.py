@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,12 +39,16 @@ Tokens = Annotated[int, typer.Option(min=1024, help="tokens to fit on")]
 Held = Annotated[int, typer.Option(min=2, help="held-out documents")]
 Prefix = Annotated[int, typer.Option(min=32, help="tokens of prefix in a held-out document")]
 Seed = Annotated[int, typer.Option(help="decides which files are held out; give fit's seed to eval")]
-_KINDS = ("linear", "mlp")
 _CONTINUATION = 63
 _CHOOSE = 6
 _OTHER_FACTS = 1 << 20
 """Added to the seed: fit's fact documents are never eval's."""
 _SUFFIXES = (".txt", ".md", ".py", ".rst")
+
+
+class Kind(Enum):
+    LINEAR = "linear"
+    MLP = "mlp"
 
 
 def _one_line(command: Callable[..., None]) -> Callable[..., None]:
@@ -67,7 +72,7 @@ def fit(
     target: Folder,
     text: Texts,
     out: Annotated[Path, typer.Option(help="bundle folder to write")],
-    kind: Annotated[str, typer.Option(help="linear (ridge) or mlp (issue #1520's recipe, the baseline)")] = "linear",
+    kind: Annotated[Kind, typer.Option(help="linear: ridge; mlp: issue #1520's recipe, the baseline")] = Kind.LINEAR,
     layers_per_target: Annotated[int, typer.Option(min=1, help="source layers that each target layer reads")] = 4,
     tokens: Tokens = 24576,
     seed: Seed = 0,
@@ -86,29 +91,20 @@ def fit(
     from moonpool.c2c.fit import Documents, FitOptions
     from moonpool.c2c.fit_mlp import MlpOptions
 
-    if kind not in _KINDS:
-        raise ConfigError("unknown projector kind", need=", ".join(_KINDS), have=kind)
-    console = _console()
-    pair = _stores(source, target, work)
+    console, pair = _console(), _stores(source, target, work)
     parts = _split(pair, text, tokens, seed, prefix, held)
     asked = _facts(pair, prefix, facts, seed + _OTHER_FACTS)
     documents = Documents([*parts.train, *(f.told() for f in asked)], parts.choose)
     projector: Projector
-    if kind == "mlp":
+    if kind is Kind.MLP:
         projector = _mlp(pair, documents, MlpOptions(seed=seed, epochs=epochs), console)
     else:
         options = FitOptions(layers_per_target=layers_per_target, window=window, shell=shell)
-        projector = ridge = _linear(pair, documents, options, console)
-        if steps:
-            projector = _distilled(ridge, pair, documents, DistilOptions(steps=steps, seed=seed), prefix, console)
-    bundle = write_bundle(
-        out,
-        projector,
-        pair[0].spec,
-        pair[1].spec,
-        training_data=[*parts.fitted, *([f"{facts} fact documents"] if facts else [])],
-        created_by=f"moonpool c2c fit --kind {kind} --seed {seed} --tokens {tokens} --steps {steps} --facts {facts}",
-    )
+        distil = DistilOptions(steps=steps, seed=seed)
+        projector = _linear(pair, documents, (options, distil), prefix, console)
+    data = [*parts.fitted, *([f"{facts} fact documents"] if facts else [])]
+    made = f"moonpool c2c fit --kind {kind.value} --seed {seed} --tokens {tokens} --steps {steps} --facts {facts}"
+    bundle = write_bundle(out, projector, pair[0].spec, pair[1].spec, training_data=data, created_by=made)
     console.print(f"{out}: bundle {bundle.digest}, {projector.flops_per_token() / 1e6:.1f} MFLOP per token")
 
 
@@ -212,23 +208,21 @@ def _checked(bundle: Bundle, pair: Pair, page_size: int, parts: Split) -> Projec
     return bundle.projector()
 
 
-def _linear(pair: Pair, documents: Documents, options: FitOptions, console: Console) -> LinearProjector:
+def _linear(
+    pair: Pair, documents: Documents, options: tuple[FitOptions, DistilOptions], prefix: int, console: Console
+) -> LinearProjector:
+    """The ridge, then as many distillation steps as asked for."""
+    from moonpool.c2c.distil import Lesson, distil
     from moonpool.c2c.fit import fit_linear
 
-    found = fit_linear(*pair, documents, options, console)
+    ridge = fit_linear(*pair, documents, options[0], console)
     for half in ("k", "v"):
-        r2 = [f.r2 for f in found.layers if f.half == half]
+        r2 = [f.r2 for f in ridge.layers if f.half == half]
         console.print(f"{half}: held-out R² {min(r2):.3f} … {max(r2):.3f}, mean {sum(r2) / len(r2):.3f}")
-    return found.projector
-
-
-def _distilled(
-    projector: LinearProjector, pair: Pair, documents: Documents, options: DistilOptions, prefix: int, console: Console
-) -> LinearProjector:
-    from moonpool.c2c.distil import Lesson, distil
-
-    lessons = [[Lesson(d, prefix) for d in part] for part in (documents.train, documents.choose)]
-    found = distil(projector, *pair, (lessons[0], lessons[1]), options, console)
+    if not options[1].steps:
+        return ridge.projector
+    train, choose = ([Lesson(d, prefix) for d in part] for part in (documents.train, documents.choose))
+    found = distil(ridge.projector, *pair, (train, choose), options[1], console)
     console.print(f"distilled: held-out KL {found.kl_before:.3f} → {found.kl_after:.3f} at step {found.steps}")
     return found.projector
 
