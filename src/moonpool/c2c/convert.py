@@ -45,7 +45,7 @@ class _Scratch(threading.local):
         return torch.from_numpy(self._buffer[:size]).view(shape)
 
 
-_scratch = _Scratch()
+_source_numbers, _keys = _Scratch(), _Scratch()
 
 
 class Conversion:
@@ -92,19 +92,20 @@ class Conversion:
         size, bad = self.page_size, dict[int, str]()
         blocks = [slice(b, b + self._pages_per_block) for b in range(0, len(jobs), self._pages_per_block)]
         shape = self.source_shape
-        x = _scratch.take(shape.layers, len(jobs) * size, 2, shape.heads, shape.dim).transpose(0, 1)
+        x = _source_numbers.take(shape.layers, len(jobs) * size, 2, shape.heads, shape.dim).transpose(0, 1)
         for block in blocks:
             for i, (page, _, _) in enumerate(jobs[block]):
                 if not _finite(page):
                     bad[block.start + i] = "source page holds NaN or Inf"
             halves = [codec.unpack(page, self.source_shape) for page, _, _ in jobs[block]]
             at = positions([index for _, index, _ in jobs[block]], size)
-            self._prepare(_join([k for k, _ in halves]), _join([v for _, v in halves]), at, x[_rows(block, size)])
+            k, v = _join([k for k, _ in halves]), _join([v for _, v in halves])
+            self._prepare(k, v, at, x[_rows(block, size)], _keys.take(*k.shape))
         y = self._project(x)
         for block in blocks:
             at = positions([index for _, index, _ in jobs[block]], size)
             rows = y[_rows(block, size)]
-            keys = self._finish_keys(rows[:, :, 0], at)
+            keys = self._finish_keys(rows[:, :, 0], at, _keys.take(*rows[:, :, 0].shape))
             for i, (_, _, out) in enumerate(jobs[block]):
                 mine = _rows(slice(i, i + 1), size)
                 codec.pack_into(out, keys[mine], rows[mine, :, 1])
@@ -116,12 +117,12 @@ class Conversion:
         """`k`, `v` as stored, `[N, Ls, heads, dim]`, at absolute positions `at` → fp32 `[N, Lt, 2, heads, dim]`, keys rotated for
         the target, not yet rounded."""
         x = torch.empty(k.shape[0], self.source_shape.layers, 2, *k.shape[2:])
-        self._prepare(k, v, at, x)
+        self._prepare(k, v, at, x, torch.empty(k.shape))
         y = self._project(x)
-        return torch.stack([self._finish_keys(y[:, :, 0], at), y[:, :, 1]], 2)
+        return torch.stack([self._finish_keys(y[:, :, 0], at, None), y[:, :, 1]], 2)
 
-    def _prepare(self, k: Tensor, v: Tensor, at: Tensor, x: Tensor) -> None:
-        """Fill the layers of `x` that the projector reads."""
+    def _prepare(self, k: Tensor, v: Tensor, at: Tensor, x: Tensor, stored: Tensor) -> None:
+        """Fill the layers of `x` that the projector reads; `stored` is fp32 room of the shape of `k`."""
         content = self.projector.key_space == "content"
         turn = inverse_rotation(at, self.source.rope) if content else None
         for first, last in self._read:
@@ -129,18 +130,18 @@ class Conversion:
             if turn is None:
                 x[:, first:last, 0].copy_(k[:, first:last])
             else:
-                turn.apply(k[:, first:last].to(torch.float32), out=x[:, first:last, 0])
+                turn.apply(stored[:, first:last].copy_(k[:, first:last]), out=x[:, first:last, 0])
 
     def _project(self, x: Tensor) -> Tensor:
         shape = self.target_shape
         y = self.projector.project(x.flatten(3))
         return y.view(x.shape[0], shape.layers, 2, shape.heads, shape.dim)
 
-    def _finish_keys(self, k: Tensor, at: Tensor) -> Tensor:
-        """Projected keys `[N, Lt, heads, dim]` as the target stores them."""
+    def _finish_keys(self, k: Tensor, at: Tensor, room: Tensor | None) -> Tensor:
+        """Projected keys `[N, Lt, heads, dim]` as the target stores them, in `room` or in new memory or where they were."""
         match self.projector.key_space:
             case "content":
-                return rotation(at, self.target.rope).apply(k)
+                return rotation(at, self.target.rope).apply(k, out=room)
             case "invariant":
                 return rotate_between(k, at, self.source.rope, self.target.rope)
             case "rotated":

@@ -63,7 +63,9 @@ class LinearProjector(Projector):
         self.target_shape = (parameters.target_layers, parameters.target_width)
         self.target_head_dim = parameters.shell_dim
         _check_sources(parameters)
-        self._products = [p for t in range(parameters.target_layers) for p in self._layer_products(t)]
+        # By source layer, whose tokens then stay in the CPU's cache for all the target layers that read it.
+        products = [p for t in range(parameters.target_layers) for p in self._layer_products(t)]
+        self._products = sorted(products, key=lambda p: (p.source, p.target))
 
     def _layer_products(self, t: int) -> Iterator[_Product]:
         """A source layer that both halves read is multiplied once, for both."""
