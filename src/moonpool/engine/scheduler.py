@@ -121,10 +121,10 @@ class Scheduler:
     def _load_loop(self) -> None:
         while True:
             with self._cond:
-                self._drop_dead(self._waiting)
-                seq = self._take_waiting()
                 if self._closing:
                     break
+                self._drop_dead(self._waiting)
+                seq = self._take_waiting()
                 if seq is None:
                     self._cond.wait(self._next_poll())
                     continue
