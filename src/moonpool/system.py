@@ -24,6 +24,7 @@ from moonpool.engine.model import Compute
 from moonpool.engine.scheduler import Limits
 from moonpool.engine.server import serve
 from moonpool.errors import ConfigError
+from moonpool.metrics import ConverterMetrics, PoolMetrics
 from moonpool.pool import Pool
 from moonpool.store.client import PoolClient
 
@@ -142,6 +143,7 @@ def run_system(path: Path | None, host: str | None, port: int | None) -> None:
             host=host or config.server.host,
             port=config.server.port if port is None else port,
             api_key=config.server.api_key,
+            collectors=(PoolMetrics(system.pool), ConverterMetrics(system.pool.converter)),
         )
 
 
@@ -161,6 +163,6 @@ def run_instance(model: str, master: str, host: str, port: int, api_key: str) ->
             compute=EngineSection().compute,
         )
         try:
-            serve({spec.name: instance}, host=host, port=port, api_key=api_key)
+            serve({spec.name: instance}, host=host, port=port, api_key=api_key, collectors=(PoolMetrics(pool),))
         finally:
             instance.close()

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeAlias
 
 import msgspec
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -46,11 +47,13 @@ class _Refused(Exception):
 
 
 class EngineApp:
-    """The routes. `api_key`, if set, must come as a bearer token; /health is open."""
+    """The routes. `api_key`, if set, must come as a bearer token; /health is open. `collectors` add to /metrics."""
 
-    def __init__(self, instances: Mapping[str, Instance], *, api_key: str = "") -> None:
+    def __init__(
+        self, instances: Mapping[str, Instance], *, api_key: str = "", collectors: Sequence[Collector] = ()
+    ) -> None:
         self._instances, self._api_key = dict(instances), api_key
-        self._metrics = EngineMetrics(self._instances)
+        self._metrics = EngineMetrics(self._instances, collectors)
         guard = self._guard
         self.asgi = Starlette(
             routes=[

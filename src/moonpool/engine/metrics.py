@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -42,9 +42,10 @@ def _metric(field: str) -> str:
 class EngineMetrics:
     """`observe` each result; `text` is the /metrics body."""
 
-    def __init__(self, instances: Mapping[str, Instance]) -> None:
+    def __init__(self, instances: Mapping[str, Instance], collectors: Sequence[Collector] = ()) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Figures(instances))
+        for collector in (_Figures(instances), *collectors):
+            self._registry.register(collector)
         self._ttft = self._histogram("moonpool_ttft_seconds", "Submission to first token", _TTFT_BUCKETS)
         self._tbt = self._histogram("moonpool_tbt_seconds", "Mean time between an answer's tokens", _TBT_BUCKETS)
 

@@ -6,11 +6,12 @@ import errno
 import ipaddress
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 import uvicorn
+from prometheus_client.registry import Collector
 
 from moonpool.engine.app import EngineApp
 from moonpool.engine.instance import Instance
@@ -23,25 +24,38 @@ _MAX_CONNECTIONS = 1024
 """More connections at once are answered with 503."""
 
 
-def serve(instances: Mapping[str, Instance], host: str = "127.0.0.1", port: int = 8000, *, api_key: str = "") -> None:
+def serve(
+    instances: Mapping[str, Instance],
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    api_key: str = "",
+    collectors: Sequence[Collector] = (),
+) -> None:
     """Serve until SIGINT or SIGTERM. The instances stay open; whoever made them closes them.
 
     Raises ConfigError: the port is in use, or the host is not loopback and there is no `api_key`.
     """
     with bind(host, port, api_key=api_key) as listener:
-        _server(instances, api_key).run(sockets=[listener])
+        _server(instances, api_key, collectors).run(sockets=[listener])
 
 
 class ServerThread:
     """The same on a thread: `start`, `url`, `stop`. `port` 0 takes a free one. Raises ConfigError as `serve` does."""
 
     def __init__(
-        self, instances: Mapping[str, Instance], host: str = "127.0.0.1", port: int = 0, *, api_key: str = ""
+        self,
+        instances: Mapping[str, Instance],
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        api_key: str = "",
+        collectors: Sequence[Collector] = (),
     ) -> None:
         self._listener = bind(host, port, api_key=api_key)
         at, self.port = self._listener.getsockname()[:2]
         self.url = f"http://[{at}]:{self.port}" if ":" in at else f"http://{at}:{self.port}"
-        self._server = _server(instances, api_key)
+        self._server = _server(instances, api_key, collectors)
         self._thread = threading.Thread(target=self._run, name="moonpool-http", daemon=True)
 
     def _run(self) -> None:
@@ -89,8 +103,8 @@ def bind(host: str, port: int, *, api_key: str) -> socket.socket:
     return listener
 
 
-def _server(instances: Mapping[str, Instance], api_key: str) -> uvicorn.Server:
-    app = EngineApp(instances, api_key=api_key)
+def _server(instances: Mapping[str, Instance], api_key: str, collectors: Sequence[Collector]) -> uvicorn.Server:
+    app = EngineApp(instances, api_key=api_key, collectors=collectors)
     config = uvicorn.Config(
         app.asgi,
         log_level="warning",
