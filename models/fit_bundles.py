@@ -88,7 +88,10 @@ def fit(
 ) -> Projector:
     documents = Documents(m.train, m.choose)
     ridge = fit_linear(
-        *pair, documents, FitOptions(layers_per_target=options.layers, window=0, shell=options.shell), console
+        *pair,
+        documents,
+        FitOptions(layers_per_target=options.layers, window=0, shell=options.shell, attention=options.attention),
+        console,
     )
     r2 = {h: float(np.mean([f.r2 for f in ridge.layers if f.half == h])) for h in "kv"}
     console.print(f"ridge on {ridge.tokens} tokens: held-out R² of keys {r2['k']:.3f}, of values {r2['v']:.3f}")
@@ -126,6 +129,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=400, help="distillation steps; 0 = ridge only")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rate", type=float, default=1e-5)
+    parser.add_argument(
+        "--attention", type=float, default=0.9, help="how much attention weighs the ridge's rows, 0 to 1"
+    )
     parser.add_argument("--shell", action="store_true", help="put mapped keys on the target's key shell")
     parser.add_argument("--no-mlp", action="store_true", help="do not train the baseline")
     parser.add_argument("--seed", type=int, default=0)

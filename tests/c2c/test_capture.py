@@ -88,6 +88,17 @@ def test_attention_outputs_come_per_layer_and_stop_with_the_block(folder: Path) 
     assert len(seen) == 3
 
 
+def test_attention_mass_counts_later_tokens_only(folder: Path) -> None:
+    (tokens,) = documents(1, 20)
+    model = CausalModel(folder)
+    before = model.logits(None, tokens)
+    mass = model.attention_mass(tokens)
+    assert mass.shape == (3, 20)
+    assert mass[:, -1].abs().max() == 0, "nobody stands behind the last token"
+    assert (mass.sum(1) < 19).all(), "a query gives 1 in all, some of it to itself"
+    torch.testing.assert_close(model.logits(None, tokens), before)
+
+
 def test_a_second_store_reads_what_the_first_kept(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model")
     (tokens,) = documents(1, 40)

@@ -29,7 +29,7 @@ def problem(noise: float = 0.0) -> tuple[Moments, Holdout, torch.Tensor]:
     y = x[:, [1, 4]].flatten(1) @ weight + 0.5 + noise * torch.randn(900, 4, generator=g)
     moments = Moments(range(6), 8, 4)
     moments.add(x[:600].flatten(1), y[:600])
-    return moments, Holdout(x[600:], y[600:]), weight
+    return moments, Holdout(x[600:], y[600:], torch.ones(300)), weight
 
 
 def test_ridge_recovers_a_known_map() -> None:
@@ -115,6 +115,15 @@ def test_a_fit_between_unequal_models(stores: tuple[CaptureStore, CaptureStore])
     assert y.shape == (128, 3, 2, 16)
     over_gain = (y[:, :, 0].unflatten(-1, (2, 8)) / key_gains(stores[1])[:, None]).square().mean(-1)
     torch.testing.assert_close(over_gain, torch.ones_like(over_gain), rtol=1e-2, atol=1e-2)
+
+
+def test_attention_decides_what_counts(stores: tuple[CaptureStore, CaptureStore]) -> None:
+    parts = Documents(documents(4, 96), documents(1, 96, seed=50))
+    plain, weighted = (
+        fit_linear(*stores, parts, FitOptions(layers_per_target=1, attention=a), QUIET).projector.tensors()["bias"]
+        for a in (0.0, 1.0)
+    )
+    assert not torch.allclose(plain, weighted, atol=1e-3)
 
 
 def test_the_shell_needs_a_model_with_key_norm(tmp_path: Path) -> None:

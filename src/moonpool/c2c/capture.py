@@ -11,7 +11,7 @@ that comes back takes `4 × tokens × layers × heads × dim` bytes (both halves
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,6 +104,16 @@ class CausalModel:
         hidden = self._hidden(padded, self._cache(prefix, len(rows)), at)
         return [self._head(h[: len(r)]) for h, r in zip(hidden, rows, strict=True)]
 
+    @torch.no_grad()
+    def attention_mass(self, tokens: Tensor) -> Tensor:
+        """fp32 `[layers, N]`: attention that each token gets from the tokens behind it, summed over them, mean over heads."""
+        self._model.set_attn_implementation("eager")
+        try:
+            found = self._base(input_ids=tokens[None], use_cache=False, output_attentions=True).attentions
+        finally:
+            self._model.set_attn_implementation("sdpa")
+        return torch.stack([a[0].mean(0).tril(-1).sum(0) for a in found])
+
     @contextmanager
     def attention_outputs(self) -> Iterator[list[Tensor]]:
         """While open, every pass appends to the list what attention gives in each layer, before the output projection:
@@ -177,13 +187,24 @@ class CaptureStore:
 
     def get(self, tokens: Tensor) -> KV:
         """The document's bf16 KV, read from disk or computed and kept."""
-        path = self.path(tokens)
+        found = self._kept(self.path(tokens), lambda: _named(self.model.kv(tokens)))
+        return KV(found["k"], found["v"])
+
+    def attention_mass(self, tokens: Tensor) -> Tensor:
+        """`CausalModel.attention_mass`, kept likewise."""
+        path = self.path(tokens).with_suffix(".attention.safetensors")
+        return self._kept(path, lambda: {"mass": self.model.attention_mass(tokens)})["mass"]
+
+    def _kept(self, path: Path, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         if path.is_file():
-            found = load_file(path)
-            return KV(found["k"], found["v"])
-        kv = self.model.kv(tokens)
+            return dict(load_file(path))
+        made = make()
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        save_file({"k": kv.k, "v": kv.v}, temporary)
+        save_file(made, temporary)
         temporary.replace(path)
-        return kv
+        return made
+
+
+def _named(kv: KV) -> dict[str, Tensor]:
+    return {"k": kv.k, "v": kv.v}

@@ -28,6 +28,7 @@ from moonpool.c2c.signature import ModelSpec
 from moonpool.errors import ModelError
 
 _ROWS_AT_ONCE = 2048
+_MOST = 30.0
 
 
 class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +38,9 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Candidates: source layers within ± this of the depth-normalised and of the last-aligned index; 0 = all layers."""
     shell: bool = False
     """Put mapped keys on the target's key shell (targets with QK-norm only)."""
+    attention: float = 0.0
+    """Rows count by the attention that their token gets in the target: weight `1 - a + a · mass / mean mass`, at most
+    `_MOST` (CacheBridge's idea: an error in a token that nobody looks at is harmless)."""
     lambdas: tuple[float, ...] = LAMBDAS
 
 
@@ -73,10 +77,11 @@ def fit_linear(
     console.print(f"moments: {need / 1e9:.2f} GB, and as much again at most while solving")
     gains = key_gains(target) if options.shell else None
     moments = Moments(layers, layer_width, width)
-    for x, y in _batches(pairs(source, target, _progress(documents.train, "moments", console), gains)):
-        moments.add(x.flatten(1), y.flatten(1))
-    held = list(pairs(source, target, documents.choose, gains))
-    holdout = Holdout(torch.cat([x.flatten(2) for x, _ in held]), torch.cat([y.flatten(1) for _, y in held]))
+    for x, y, w in _batches(_weighted(source, target, _progress(documents.train, "moments", console), options, gains)):
+        moments.add(x.flatten(1), y.flatten(1), w)
+    held = list(_weighted(source, target, documents.choose, options, gains))
+    x, y, w = (torch.cat(parts) for parts in zip(*held, strict=True))
+    holdout = Holdout(x.flatten(2), y.flatten(1), w)
     solutions = [
         _fit_layer(moments, holdout, t, source.spec, target.spec, options)
         for t in _progress(range(target.spec.num_layers), "layers", console)
@@ -107,18 +112,37 @@ def pairs(
         yield x, y
 
 
-def _batches(found: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+Rows = tuple[Tensor, Tensor, Tensor]
+
+
+def _weighted(
+    source: CaptureStore, target: CaptureStore, documents: Iterable[Tensor], options: FitOptions, gains: Tensor | None
+) -> Iterator[Rows]:
+    """`pairs` with each row's weight."""
+    for tokens in documents:
+        x, y = next(pairs(source, target, [tokens], gains))
+        weight = torch.ones(len(x))
+        if options.attention:
+            mass = target.attention_mass(tokens)[:, 1:].mean(0)
+            weight = (1 - options.attention + options.attention * mass / mass.mean()).clamp(max=_MOST)
+        yield x, y, weight
+
+
+def _batches(found: Iterator[Rows]) -> Iterator[Rows]:
     """Documents put together: the accumulators are then walked through less often."""
-    xs: list[Tensor] = []
-    ys: list[Tensor] = []
-    for x, y in found:
-        xs.append(x)
-        ys.append(y)
-        if sum(map(len, xs)) >= _ROWS_AT_ONCE:
-            yield torch.cat(xs), torch.cat(ys)
-            xs, ys = [], []
-    if xs:
-        yield torch.cat(xs), torch.cat(ys)
+    held: list[Rows] = []
+    for rows_ in found:
+        held.append(rows_)
+        if sum(len(x) for x, _, _ in held) >= _ROWS_AT_ONCE:
+            yield _joined(held)
+            held = []
+    if held:
+        yield _joined(held)
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    x, y, w = (torch.cat(p) for p in zip(*parts, strict=True))
+    return x, y, w
 
 
 def candidates(t: int, source_layers: int, target_layers: int, window: int) -> list[int]:

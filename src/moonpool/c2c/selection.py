@@ -27,10 +27,11 @@ _HOLDOUT_ROWS = 1536
 
 @dataclass(frozen=True, slots=True)
 class Holdout:
-    """Rows that the moments have not seen: `x` fp32 `[n, layers, layer_width]`, `y` fp32 `[n, E]`."""
+    """Rows that the moments have not seen: `x` fp32 `[n, layers, layer_width]`, `y` fp32 `[n, E]`, `weight` fp32 `[n]`."""
 
     x: Tensor
     y: Tensor
+    weight: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Solution:
     bias: Tensor
     ridge: float
     r2: float
-    """Share of the held-out variance that is explained, all columns together."""
+    """Share of the held-out (weighted) squares around the training mean that is explained, all columns together."""
 
 
 @dataclass(slots=True)
@@ -71,12 +72,13 @@ class LayerChooser:
         self._blocks = covariance.to(torch.float32).view(count, width, count, width).permute(0, 2, 1, 3)
         step = max(1, len(holdout.x) // _HOLDOUT_ROWS)
         rows = holdout.x[::step, list(candidates)].flatten(1)
-        self._rows = ((rows - mean.float()) / deviation.float()).view(len(rows), count, width)
+        self._root = holdout.weight[::step, None].sqrt()
+        self._rows = ((rows - mean.float()) / deviation.float() * self._root).view(len(rows), count, width)
         self._y = holdout.y[::step]
 
     def choose(self, columns: slice, count: int) -> list[int]:
         """Up to `count` places in the order in which they were picked."""
-        residual = self._y[:, columns] - self._m.mean_y(columns).float()
+        residual = (self._y[:, columns] - self._m.mean_y(columns).float()) * self._root
         open_ = {i: self._fresh(i, columns) for i in range(len(self._candidates))}
         picked: list[int] = []
         while open_ and len(picked) < count:
@@ -123,7 +125,9 @@ def solve(
     gram = moments.covariance(at, at) / torch.outer(deviation, deviation)
     cross = moments.cross(at, columns) / deviation[:, None]
     x = ((holdout.x[:, at].flatten(1) - mean_x.float()) / deviation.float()).to(torch.float32)
-    y = holdout.y[:, columns] - mean_y.float()
+    root = holdout.weight[:, None].sqrt()
+    x *= root
+    y = (holdout.y[:, columns] - mean_y.float()) * root
     best: tuple[float, float, Tensor] | None = None
     for ridge in lambdas:
         weight = ridge_weights(gram, cross, ridge)
@@ -133,7 +137,7 @@ def solve(
     if best is None:
         raise ConversionError("no ridge term to try", need="at least one λ")
     raw = best[2] / deviation[:, None]
-    total = float((y - y.mean(0)).square().sum())
+    total = float(y.square().sum())
     return Solution(at, raw.float(), (mean_y - mean_x @ raw).float(), best[1], 1 - best[0] / max(total, 1e-12))
 
 
