@@ -179,6 +179,18 @@ def test_sigterm_ends_a_messenger_in_order(cluster: LocalCluster) -> None:
     assert cluster.master.stop() == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_however_it_ends_nothing_is_left(number: signal.Signals) -> None:
+    """No process, no descriptor, no file in /dev/shm; and the next one at the same path starts."""
+    with no_leaks(), LocalCluster(capacity=8 * MIB) as cluster:
+        for _ in range(2):
+            pool = cluster.client()
+            assert pool.put("k", bytes(MIB)) is Put.STORED
+            assert cluster.messengers[0].end(number) == (-number if number == signal.SIGKILL else 0)
+            pool.close()
+            cluster.messengers[0].start()
+
+
 def test_many_threads_survive_a_restart(cluster: LocalCluster) -> None:
     pool = cluster.client()
     stop = threading.Event()
@@ -237,6 +249,8 @@ def test_local_work_goes_on_without_a_master_and_the_index_comes_back(pair: Loca
     assert a.get("during") == b"2"
     assert a.batch_get(["nowhere"]) == [None]
     a.remove("before")
+    late = pair.client(0)
+    assert late.get("during") == b"2", "joining needs no master either, where the messenger is known"
     pair.master.start()
     assert eventually(lambda: pair.located("during") == ["m0"])
     assert pair.located("before") == []
@@ -288,6 +302,18 @@ def test_reads_find_other_messengers_and_dead_ones_are_forgotten(pair: LocalClus
     assert b.batch_get(["a2", "b1"]) == [None, b"333"]
     assert eventually(lambda: pair.listed() == ["m1"])
     assert eventually(lambda: b.batch_is_exist(["a2"]) == [False])
+
+
+def test_a_messenger_that_was_taken_for_dead_comes_back_with_all_it_holds(pair: LocalCluster) -> None:
+    a, b = pair.client(0), pair.client(1)
+    a.put("k", b"v")
+    assert eventually(lambda: pair.located("k") == ["m0"])
+    pair.messengers[0].freeze()
+    assert eventually(lambda: pair.listed() == ["m1"])
+    assert pair.located("k") == []
+    pair.messengers[0].thaw()
+    assert eventually(lambda: pair.located("k") == ["m0"])
+    assert eventually(lambda: b.batch_get(["k"]) == [b"v"])
 
 
 # -- events

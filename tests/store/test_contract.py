@@ -210,6 +210,20 @@ def test_the_end_of_a_prefix_goes_before_its_start(fresh_small: KVPool) -> None:
     assert not held[-1]
 
 
+def test_a_prefix_that_was_read_loses_its_end_first(fresh_small: KVPool) -> None:
+    pool = fresh_small
+    keys = [f"page-{i}" for i in range(4)]
+    pool.batch_put(keys, [bytes(4096)] * 4)
+    for i in range(11):
+        pool.put(f"old-{i}", bytes(4096))
+    pool.batch_get(keys)
+    for i in range(13):
+        pool.put(f"new-{i}", bytes(4096))
+    held = pool.batch_is_exist(keys)
+    assert held == sorted(held, reverse=True)
+    assert (held[0], held[-1]) == (True, False)
+
+
 def test_no_space_is_said_at_once_with_figures(fresh_small: KVPool) -> None:
     pool = fresh_small
     held = [reserved(pool, f"w{i}", 8192) for i in range(8)]

@@ -112,9 +112,8 @@ class Reconnecting(Generic[L]):
             if self._link is link:
                 self._link = None
                 link.close()
-                if (
-                    pause_s
-                ):  # it takes connections but does not answer: only a pause keeps the next call from waiting too
+                if pause_s:
+                    # It takes connections but does not answer: only a pause keeps the next call from waiting too.
                     self._pause(max(self._backoff, pause_s))
 
     def close(self) -> None:

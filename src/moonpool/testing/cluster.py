@@ -53,11 +53,11 @@ class Node:
 
     def kill(self) -> None:
         """SIGKILL, and wait for the end."""
-        self._end(signal.SIGKILL)
+        self.end(signal.SIGKILL)
 
     def stop(self) -> int:
         """SIGTERM; returns the exit status."""
-        return self._end(signal.SIGTERM)
+        return self.end(signal.SIGTERM)
 
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -74,7 +74,8 @@ class Node:
         if self._process is not None:
             self._process.send_signal(number)
 
-    def _end(self, number: signal.Signals) -> int:
+    def end(self, number: signal.Signals) -> int:
+        """Send the signal and wait for the end; returns the exit status, 0 if it was not running."""
         process, self._process = self._process, None
         if process is None:
             return 0
