@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moonpool.c2c.signature import ModelSpec, load_spec
 from moonpool.engine.instance import Instance
@@ -13,6 +14,15 @@ from moonpool.store.embedded import EmbeddedPool
 from tests.engine.models import build
 
 PAGE = 16
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """Tiny models gain nothing from more, and on a busy machine the threads' barriers make each step wait for a time slice."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session", params=["qwen3", "llama"])
