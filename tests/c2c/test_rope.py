@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.c2c.support import ROPES, with_dim
 from torch import Tensor
 
 from moonpool.c2c.rope import attention_factor, inverse_frequencies, rotate, rotate_between, unrotate
 from moonpool.c2c.signature import RopeSpec
+from tests.c2c.support import ROPES, with_dim
 
 
 @st.composite

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.c2c.support import TOKENIZER, model_folder, spec
 
 from moonpool.c2c.signature import check_contract, check_pair, differences, load_spec, tokenizer_digest
 from moonpool.errors import ConversionRefused, ModelError
 from moonpool.types import PageShape
+from tests.c2c.support import TOKENIZER, model_folder, spec
 
 QWEN = Path.home() / ".cache" / "moonpool-models"
 
