@@ -13,9 +13,10 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ import msgspec
 import torch
 
 from benchmarks import figures
+from models import fit_bundles
 from moonpool import paths
 from moonpool.c2c.bundle import open_bundle
 from moonpool.c2c.config import load_c2c
@@ -52,8 +54,8 @@ class Pair:
     target: str
     bundle: Path
     baseline: Path
-    text: tuple[str, ...]
-    """Arguments of `moonpool c2c eval` that name the held-out text."""
+    judge: Callable[[Pair], Report]
+    """Runs the evaluator on both bundles."""
 
 
 def main() -> None:
@@ -79,7 +81,7 @@ def measure(pair: Pair) -> dict[str, float]:
     seconds, bare = conversion_seconds(conversion), product_seconds(projector)
     prefill = prefill_rate(pair, target)
     overhead, saturated = put_overhead(source, pair)
-    report = judge(pair)
+    report = pair.judge(pair)
     return {
         "convert_tokens_per_s": TOKENS / seconds,
         "convert_gflops": TOKENS * projector.flops_per_token() / seconds / 1e9,
@@ -208,21 +210,33 @@ def _c2c_file(folder: Path, pair: Pair) -> Path:
     return path
 
 
-def judge(pair: Pair) -> Report:
-    """The evaluator's report on the bundle beside the baseline, made now."""
-    out = Path("build") / "reports" / pair.name
-    command = ["-m", "moonpool", "c2c", "eval", "--bundle", str(pair.bundle), "--compare", str(pair.baseline)]
-    command += ["--source", pair.source, "--target", pair.target, "--out", str(out), *pair.text]
-    subprocess.run([sys.executable, *command], check=True)
-    return read_report(out / "report.json")
-
-
 def bundled() -> Pair:
-    raise SystemExit("not yet")
+    name = "moon-large-to-moon-small"
+    return Pair(
+        "bundled",
+        "moon-large",
+        "moon-small",
+        Path("bundles") / name,
+        paths.cache_dir() / "fits" / f"{name}-issue1520",
+        lambda pair: fit_bundles.judge_folders(pair.bundle, pair.baseline),
+    )
 
 
 def qwen() -> Pair:
-    raise SystemExit("not yet")
+    source, target = "qwen2.5-coder-1.5b-instruct", "qwen2.5-coder-0.5b-instruct"
+    fits = paths.cache_dir() / "fits"
+    name = f"{source}-to-{target}"
+    return Pair("qwen", source, target, fits / name, fits / f"{name}-issue1520", judge_on_stdlib)
+
+
+def judge_on_stdlib(pair: Pair) -> Report:
+    """`moonpool c2c eval` on files of Python's library that the fit held out."""
+    out = Path("build") / "reports" / pair.name
+    command = ["-m", "moonpool", "c2c", "eval", "--bundle", str(pair.bundle), "--compare", str(pair.baseline)]
+    command += ["--source", pair.source, "--target", pair.target, "--out", str(out)]
+    command += ["--text", sysconfig.get_paths()["stdlib"]]
+    subprocess.run([sys.executable, *command], check=True)
+    return read_report(out / "report.json")
 
 
 def _missing(pair: Pair) -> str:

@@ -22,7 +22,8 @@ from rich.console import Console
 from torch import Tensor
 
 from models import corpus, tasks
-from moonpool.c2c.bundle import add_files, write_bundle
+from moonpool import paths
+from moonpool.c2c.bundle import add_files, open_bundle, write_bundle
 from moonpool.c2c.capture import CaptureStore, load_tokenizer
 from moonpool.c2c.distil import DistilOptions, Lesson, distil
 from moonpool.c2c.evaluate import EvalOptions, Evaluator, evaluate
@@ -30,30 +31,46 @@ from moonpool.c2c.facts import FactDocument, FactWriter
 from moonpool.c2c.fit import Documents, FitOptions, fit_linear
 from moonpool.c2c.fit_mlp import MlpOptions, fit_mlp
 from moonpool.c2c.projectors.base import Projector
-from moonpool.c2c.report import markdown, table, to_json
+from moonpool.c2c.report import Report, markdown, table, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
+NAME = "moon-large-to-moon-small"
+DATA = ["Python standard library documentation (training part)", "generated facts and chats"]
 LENGTH, PREFIX, PAGE = 512, 448, 16
 CHOOSE, REPORT, FACTS = 12, 24, 24
 
 
 @dataclass(frozen=True)
 class Material:
-    """Documents of one seed; those of `choose`, `report` and `facts` hold only text that neither model was trained on."""
+    """Documents of one seed. `dense` teach the ridge and the baseline, not the distillation; those of `choose`, `report` and
+    `facts` hold only text that neither model was trained on."""
 
     train: list[Tensor]
+    dense: list[Tensor]
     choose: list[Tensor]
     report: list[Tensor]
     facts: list[FactDocument]
 
 
+def dense(generator: tasks.Generator, rng: np.random.Generator) -> Tensor:
+    """Facts told again and again in changing order, a passage now and then: a name's code in the keys is learnt from many rows."""
+    told = generator.pairs(rng, int(rng.integers(40, 88)))
+    ids: list[int] = []
+    while len(ids) < LENGTH:
+        ids += [t for i in rng.permutation(len(told)) for t in (*told[i], generator.words.newline)]
+        if rng.random() < 0.5:
+            ids += [*generator.passage(rng, int(rng.integers(4, 60))), generator.words.newline]
+    return torch.tensor(ids[:LENGTH])
+
+
 def rows(generator: tasks.Generator, rng: np.random.Generator, count: int) -> list[Tensor]:
-    """Documents in the forms that the pair is used with: facts, chats, plain text."""
+    """Documents in the forms that the pair is used with, most of them with facts: a map can only carry what its data shows, and
+    of 512 tokens of plain text none tells one name's value from another's."""
     found = []
     for i in range(count):
-        if i % 5 < 2:
+        if i % 10 < 7:
             ids, _ = generator.facts_row(rng, LENGTH, filler=True)
-        elif i % 5 == 2:
+        elif i % 10 == 7:
             ids, _ = generator.chat_row(rng, LENGTH)
         else:
             ids, _ = generator.text_row(rng, LENGTH)
@@ -74,7 +91,8 @@ def material(tokenizer: Any, documents: int, seed: int) -> Material:
     lines = [line.strip() for text in held[middle:] for line in text.splitlines() if 20 < len(line.strip()) < 90]
     writer = FactWriter(tokenizer, sentences=random.Random(seed).sample(lines, min(400, len(lines))), seed=seed)
     facts = [writer.document(PREFIX, facts=12, questions=8, margin=PAGE) for _ in range(FACTS)]
-    return Material(rows(fit, rng, documents), rows(choose, rng, CHOOSE), report, facts)
+    told = [dense(fit, rng) for _ in range(documents)]
+    return Material(rows(fit, rng, documents), told, rows(choose, rng, CHOOSE), report, facts)
 
 
 def lessons(documents: list[Tensor], seed: int) -> list[Lesson]:
@@ -86,11 +104,11 @@ def lessons(documents: list[Tensor], seed: int) -> list[Lesson]:
 def fit(
     options: argparse.Namespace, pair: tuple[CaptureStore, CaptureStore], m: Material, console: Console
 ) -> Projector:
-    documents = Documents(m.train, m.choose)
+    documents = Documents([*m.train, *m.dense], m.choose)
     ridge = fit_linear(
         *pair,
         documents,
-        FitOptions(layers_per_target=options.layers, window=0, shell=options.shell, attention=options.attention),
+        FitOptions(layers_per_target=options.layers, window=0, shell=not options.no_shell, attention=options.attention),
         console,
     )
     r2 = {h: float(np.mean([f.r2 for f in ridge.layers if f.half == h])) for h in "kv"}
@@ -112,28 +130,45 @@ def fit(
 
 def judge(
     pair: tuple[CaptureStore, CaptureStore], m: Material, projector: Projector, other: Projector | None, seed: int
-) -> tuple[bytes, bytes]:
-    """report.json and report.md."""
+) -> Report:
     options = EvalOptions(prefix=PREFIX, page_size=PAGE, seed=seed, texts=("held-out stdlib documentation",))
-    found = evaluate(Evaluator(*pair, projector, options, other), m.report, m.facts, Console(stderr=True))
-    Console(width=110).print(table(found))
-    return to_json(found), markdown(found).encode()
+    return evaluate(Evaluator(*pair, projector, options, other), m.report, m.facts, Console(stderr=True))
+
+
+def judge_folders(bundle: Path, baseline: Path, models: Path = ROOT / "models", seed: int = 0) -> Report:
+    """The report on a bundle beside a second one, made anew (the benchmark's entry)."""
+    with tempfile.TemporaryDirectory() as kept:
+        source, target = _stores(Path(kept), models)
+        m = material(load_tokenizer(target.folder), 0, seed)
+        first, second = (open_bundle(b).projector() for b in (bundle, baseline))
+        return judge((source, target), m, first, second, seed)
+
+
+def _stores(kept: Path, models: Path) -> tuple[CaptureStore, CaptureStore]:
+    return CaptureStore(kept, models / "moon-large"), CaptureStore(kept, models / "moon-small")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=Path, default=ROOT / "models", help="folder with moon-large and moon-small")
     parser.add_argument("--out", type=Path, default=ROOT / "bundles", help="folder that gets the bundle")
-    parser.add_argument("--documents", type=int, default=160, help=f"documents of {LENGTH} tokens to fit on")
-    parser.add_argument("--layers", type=int, default=8, help="source layers for each target layer")
-    parser.add_argument("--steps", type=int, default=400, help="distillation steps; 0 = ridge only")
+    parser.add_argument(
+        "--documents", type=int, default=400, help=f"documents of {LENGTH} tokens to fit on, and as many dense ones"
+    )
+    parser.add_argument("--layers", type=int, default=4, help="source layers for each target layer")
+    parser.add_argument("--steps", type=int, default=120, help="distillation steps; 0 = ridge only")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rate", type=float, default=1e-5)
     parser.add_argument(
         "--attention", type=float, default=0.9, help="how much attention weighs the ridge's rows, 0 to 1"
     )
-    parser.add_argument("--shell", action="store_true", help="put mapped keys on the target's key shell")
-    parser.add_argument("--no-mlp", action="store_true", help="do not train the baseline")
+    parser.add_argument("--no-shell", action="store_true", help="do not put mapped keys on the target's key shell")
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        default=paths.cache_dir() / "fits" / f"{NAME}-issue1520",
+        help="folder that gets issue #1520's mlp, trained on the same documents",
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -142,25 +177,18 @@ def main() -> None:
     options, console = parse(), Console(stderr=True)
     torch.manual_seed(options.seed)
     with tempfile.TemporaryDirectory() as kept:
-        pair = tuple(CaptureStore(Path(kept), options.models / f"moon-{n}") for n in ("large", "small"))
-        source, target = pair
+        source, target = pair = _stores(Path(kept), options.models)
         m = material(load_tokenizer(target.folder), options.documents, options.seed)
-        projector = fit(options, (source, target), m, console)
-        mlp = None
-        if not options.no_mlp:
-            baseline = fit_mlp(source, target, Documents(m.train, m.choose), MlpOptions(seed=options.seed), console)
-            console.print(f"mlp: {baseline.epochs} epochs, held-out MSE {baseline.heldout_mse:.3f} of the variance")
-            mlp = baseline.projector
-        json, text = judge((source, target), m, projector, mlp, options.seed)
-        bundle = write_bundle(
-            options.out / "moon-large-to-moon-small",
-            projector,
-            source.spec,
-            target.spec,
-            training_data=["Python standard library documentation (training part)", "generated facts and chats"],
-            created_by=f"models/fit_bundles.py --seed {options.seed} --steps {options.steps} --layers {options.layers}",
-        )
-        print(f"{bundle.folder}: bundle {add_files(bundle, {'report.json': json, 'report.md': text}).digest}")
+        projector = fit(options, pair, m, console)
+        mlp = fit_mlp(*pair, Documents(m.train, m.choose), MlpOptions(seed=options.seed), console)
+        console.print(f"mlp: {mlp.epochs} epochs, held-out MSE {mlp.heldout_mse:.3f} of the variance")
+        found = judge(pair, m, projector, mlp.projector, options.seed)
+    Console(width=110).print(table(found))
+    by = f"models/fit_bundles.py --seed {options.seed} --steps {options.steps} --layers {options.layers}"
+    for folder, made in ((options.out / NAME, projector), (options.baseline, mlp.projector)):
+        bundle = write_bundle(folder, made, source.spec, target.spec, training_data=DATA, created_by=by)
+        bundle = add_files(bundle, {"report.json": to_json(found), "report.md": markdown(found).encode()})
+        print(f"{folder.name}: bundle {bundle.digest}")
 
 
 if __name__ == "__main__":

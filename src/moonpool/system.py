@@ -138,10 +138,12 @@ def run_system(path: Path | None, host: str | None, port: int | None) -> None:
     with System(c2c, capacity=capacity, serve=config.instances or None, engine=config.engine) as system:
         for status in system.pool.converter.wait_ready(60):
             print(f"rule {status.name}: {status.state} {status.reason}".rstrip())
+        host, port = host or config.server.host, config.server.port if port is None else port
+        print(f"serving {', '.join(system.instances)} at http://{host}:{port}/v1 (Ctrl-C ends)", flush=True)
         serve(
             system.instances,
-            host=host or config.server.host,
-            port=config.server.port if port is None else port,
+            host=host,
+            port=port,
             api_key=config.server.api_key,
             collectors=(PoolMetrics(system.pool), ConverterMetrics(system.pool.converter)),
         )
