@@ -28,6 +28,7 @@ demo-qwen: setup
 up: setup
 	@$(BIN)/moonpool up
 
+test: export OMP_WAIT_POLICY ?= PASSIVE
 test: setup
 	@$(BIN)/python -m pytest -m 'not slow'
 

@@ -153,12 +153,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", type=Path, default=ROOT / "models", help="folder with moon-large and moon-small")
     parser.add_argument("--out", type=Path, default=ROOT / "bundles", help="folder that gets the bundle")
     parser.add_argument(
-        "--documents", type=int, default=400, help=f"documents of {LENGTH} tokens to fit on, and as many dense ones"
+        "--documents", type=int, default=240, help=f"documents of {LENGTH} tokens to fit on, and as many dense ones"
     )
     parser.add_argument("--layers", type=int, default=4, help="source layers for each target layer")
     parser.add_argument("--steps", type=int, default=120, help="distillation steps; 0 = ridge only")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--rate", type=float, default=1e-5)
+    parser.add_argument("--epochs", type=int, default=6, help="of the baseline, at most")
+    parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument(
         "--attention", type=float, default=0.9, help="how much attention weighs the ridge's rows, 0 to 1"
     )
@@ -180,7 +181,7 @@ def main() -> None:
         source, target = pair = _stores(Path(kept), options.models)
         m = material(load_tokenizer(target.folder), options.documents, options.seed)
         projector = fit(options, pair, m, console)
-        mlp = fit_mlp(*pair, Documents(m.train, m.choose), MlpOptions(seed=options.seed), console)
+        mlp = fit_mlp(*pair, Documents(m.train, m.choose), MlpOptions(seed=options.seed, epochs=options.epochs), console)
         console.print(f"mlp: {mlp.epochs} epochs, held-out MSE {mlp.heldout_mse:.3f} of the variance")
         found = judge(pair, m, projector, mlp.projector, options.seed)
     Console(width=110).print(table(found))
