@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo demo-qwen up test test-slow check format bench bench-c2c bench-pool bundles clean
+.PHONY: setup demo demo-qwen up test test-slow check format bench bench-c2c bench-pool bundles fit-qwen clean
 
 setup: $(STAMP)
 
@@ -47,11 +47,17 @@ format: setup
 
 bench: bench-pool bench-c2c
 
+bundles: setup
+	@$(BIN)/python models/fit_bundles.py
+
 bench-pool: setup
 	@$(BIN)/python -m benchmarks.pool
 
 bench-c2c: setup
 	@$(BIN)/python -m benchmarks.c2c
+
+fit-qwen: setup
+	@$(BIN)/python -m benchmarks.fit_qwen
 
 clean:
 	@rm -rf build .pytest_cache .mypy_cache .ruff_cache
