@@ -56,6 +56,8 @@ class Pair:
     baseline: Path
     judge: Callable[[Pair], Report]
     """Runs the evaluator on both bundles."""
+    fitted_by: str
+    """The command that makes both bundles."""
 
 
 def main() -> None:
@@ -219,6 +221,7 @@ def bundled() -> Pair:
         Path("bundles") / name,
         paths.cache_dir() / "fits" / f"{name}-issue1520",
         lambda pair: fit_bundles.judge_folders(pair.bundle, pair.baseline),
+        "make bundles",
     )
 
 
@@ -226,7 +229,7 @@ def qwen() -> Pair:
     source, target = "qwen2.5-coder-1.5b-instruct", "qwen2.5-coder-0.5b-instruct"
     fits = paths.cache_dir() / "fits"
     name = f"{source}-to-{target}"
-    return Pair("qwen", source, target, fits / name, fits / f"{name}-issue1520", judge_on_stdlib)
+    return Pair("qwen", source, target, fits / name, fits / f"{name}-issue1520", judge_on_stdlib, "make fit-qwen")
 
 
 def library_texts() -> list[str]:
@@ -250,7 +253,7 @@ def _missing(pair: Pair) -> str:
             return f"no model `{model}` in MOONPOOL_MODELS"
     for bundle in (pair.bundle, pair.baseline):
         if not bundle.is_dir():
-            return f"no bundle {bundle}: fit it first (README)"
+            return f"no bundle {bundle}: run `{pair.fitted_by}` first"
     return ""
 
 
