@@ -26,7 +26,7 @@ def test_the_target_answers_from_converted_pages_and_only_from_the_right_ones() 
     assert f.recall_native >= 0.95
     assert f.native_tokens >= 400
     assert f.converted_tokens >= 384, "all whole pages but the first, the last and those whose logits were asked for"
-    assert f.recall_converted >= 0.5
+    assert f.recall_converted >= 0.3, "chance is 0.08"
     assert f.recall_wrong_document <= 0.2, "a wrong cache must give wrong answers"
     assert f.recall_no_document <= 0.2
     assert f.kl < 0.5
