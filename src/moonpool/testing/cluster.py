@@ -60,7 +60,13 @@ class Node:
         return self.end(signal.SIGTERM)
 
     def freeze(self) -> None:
+        """SIGSTOP, and wait until it stands still: the signal alone is only a promise."""
         self._signal(signal.SIGSTOP)
+        assert eventually(self._stopped, timeout_s=_START_S), f"{self.name} does not stop"
+
+    def _stopped(self) -> bool:
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/stat")
+        return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in tasks)
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
