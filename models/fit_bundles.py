@@ -12,7 +12,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -36,6 +36,7 @@ from moonpool.c2c.report import Report, markdown, table, to_json
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "moon-large-to-moon-small"
 DATA = ["Python standard library documentation (training part)", "generated facts and chats"]
+Pair: TypeAlias = tuple[CaptureStore, CaptureStore]
 LENGTH, PREFIX, PAGE = 512, 448, 16
 CHOOSE, REPORT, FACTS = 12, 24, 24
 
@@ -101,9 +102,7 @@ def lessons(documents: list[Tensor], seed: int) -> list[Lesson]:
     return [Lesson(d, PAGE * rng.randint(LENGTH // PAGE // 3, PREFIX // PAGE)) for d in documents]
 
 
-def fit(
-    options: argparse.Namespace, pair: tuple[CaptureStore, CaptureStore], m: Material, console: Console
-) -> Projector:
+def fit(options: argparse.Namespace, pair: Pair, m: Material, console: Console) -> Projector:
     documents = Documents([*m.train, *m.dense], m.choose)
     ridge = fit_linear(
         *pair,
@@ -120,7 +119,7 @@ def fit(
         *pair,
         (lessons(m.train, options.seed), lessons(m.choose, options.seed + 1)),
         DistilOptions(
-            steps=options.steps, batch=options.batch, learning_rate=options.rate, every=25, native_tokens=PAGE
+            steps=options.steps, batch=options.batch, learning_rate=options.rate, every=20, native_tokens=PAGE
         ),
         console,
     )
@@ -128,9 +127,7 @@ def fit(
     return found.projector
 
 
-def judge(
-    pair: tuple[CaptureStore, CaptureStore], m: Material, projector: Projector, other: Projector | None, seed: int
-) -> Report:
+def judge(pair: Pair, m: Material, projector: Projector, other: Projector | None, seed: int) -> Report:
     options = EvalOptions(prefix=PREFIX, page_size=PAGE, seed=seed, texts=("held-out stdlib documentation",))
     return evaluate(Evaluator(*pair, projector, options, other), m.report, m.facts, Console(stderr=True))
 
@@ -159,10 +156,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=120, help="distillation steps; 0 = ridge only")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=6, help="of the baseline, at most")
-    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--rate", type=float, default=1e-4)
     parser.add_argument(
         "--attention", type=float, default=0.9, help="how much attention weighs the ridge's rows, 0 to 1"
     )
+    parser.add_argument("--keep-baseline", action="store_true", help="judge beside the baseline that is there")
     parser.add_argument("--no-shell", action="store_true", help="do not put mapped keys on the target's key shell")
     parser.add_argument(
         "--baseline",
@@ -174,6 +172,16 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _baseline(options: argparse.Namespace, pair: Pair, m: Material, console: Console) -> Projector:
+    if options.keep_baseline:
+        return open_bundle(options.baseline).projector()
+    found = fit_mlp(
+        *pair, Documents([*m.train, *m.dense], m.choose), MlpOptions(seed=options.seed, epochs=options.epochs), console
+    )
+    console.print(f"mlp: {found.epochs} epochs, held-out MSE {found.heldout_mse:.3f} of the variance")
+    return found.projector
+
+
 def main() -> None:
     options, console = parse(), Console(stderr=True)
     torch.manual_seed(options.seed)
@@ -181,12 +189,11 @@ def main() -> None:
         source, target = pair = _stores(Path(kept), options.models)
         m = material(load_tokenizer(target.folder), options.documents, options.seed)
         projector = fit(options, pair, m, console)
-        mlp = fit_mlp(*pair, Documents(m.train, m.choose), MlpOptions(seed=options.seed, epochs=options.epochs), console)
-        console.print(f"mlp: {mlp.epochs} epochs, held-out MSE {mlp.heldout_mse:.3f} of the variance")
-        found = judge(pair, m, projector, mlp.projector, options.seed)
+        mlp = _baseline(options, pair, m, console)
+        found = judge(pair, m, projector, mlp, options.seed)
     Console(width=110).print(table(found))
     by = f"models/fit_bundles.py --seed {options.seed} --steps {options.steps} --layers {options.layers}"
-    for folder, made in ((options.out / NAME, projector), (options.baseline, mlp.projector)):
+    for folder, made in ((options.out / NAME, projector), (options.baseline, mlp)):
         bundle = write_bundle(folder, made, source.spec, target.spec, training_data=DATA, created_by=by)
         bundle = add_files(bundle, {"report.json": to_json(found), "report.md": markdown(found).encode()})
         print(f"{folder.name}: bundle {bundle.digest}")

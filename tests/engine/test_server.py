@@ -21,6 +21,7 @@ from moonpool.engine.scheduler import Limits
 from moonpool.engine.server import ServerThread, serve
 from moonpool.errors import ConfigError
 from moonpool.store.embedded import EmbeddedPool
+from moonpool.testing.leaks import eventually
 from tests.engine.conftest import PAGE
 from tests.engine.test_instance import BUNDLE, put_converted
 from tests.engine.test_scheduler import Gate
@@ -70,8 +71,13 @@ def run_site(model: Path) -> Iterator[Site]:
             site.client.close()
         for instance in made.values():
             instance.close()
-    left = [t.name for t in set(threading.enumerate()) - before if t.is_alive()]
-    assert not left, f"threads left: {left}"
+
+    def left() -> list[str]:
+        return [t.name for t in set(threading.enumerate()) - before if t.is_alive()]
+
+    assert eventually(lambda: not left(), timeout_s=15), (
+        f"threads left: {left()}"
+    )  # AnyIO's workers end with their loop
 
 
 @pytest.fixture(scope="module")
