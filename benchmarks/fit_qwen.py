@@ -13,7 +13,7 @@ from benchmarks.c2c import library_texts, qwen
 
 def main() -> None:
     pair = qwen()
-    for out, more in ((pair.bundle, []), (pair.baseline, ["--kind", "mlp"])):
+    for out, more in ((pair.bundle, []), (pair.baseline, ["--kind", "mlp", "--epochs", "8"])):
         command = ["-m", "moonpool", "c2c", "fit", "--source", pair.source, "--target", pair.target, "--out", str(out)]
         subprocess.run([sys.executable, *command, *more, *library_texts()], check=True)
 
