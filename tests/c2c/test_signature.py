@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from moonpool import paths
 from moonpool.c2c.signature import check_contract, check_pair, differences, load_spec, tokenizer_digest
 from moonpool.errors import ConversionRefused, ModelError
 from moonpool.types import PageShape
 from tests.c2c.support import TOKENIZER, model_folder, spec
 
-QWEN = Path.home() / ".cache" / "moonpool-models"
+QWEN = paths.models_dir() or Path("MOONPOOL_MODELS is not set")
 
 
 @pytest.fixture(autouse=True)
