@@ -16,6 +16,11 @@
     │   ├── WrongSize             buffer and object differ in size
     │   ├── NativeExists          a converted page lost to a native one
     │   └── PoolClosed            the pool was closed
+    ├── TransferError             memory or bytes of a transfer are not what they must be
+    │   ├── NotRegistered         the range is not, or not wholly, registered memory
+    │   ├── StaleRegion           the region was given up and its id belongs to another now
+    │   ├── Overlap               two ranges share bytes
+    │   └── ChecksumMismatch      the bytes that arrived are not those that were sent
     ├── ModelError                a model folder is missing, broken or of a kind that is not supported
     ├── ConversionError           cross-model conversion
     │   ├── ConversionRefused     rule, bundle and models do not fit: says which field differs
@@ -97,6 +102,21 @@ class NativeExists(PoolError): ...
 
 
 class PoolClosed(PoolError): ...
+
+
+class TransferError(MoonpoolError): ...
+
+
+class NotRegistered(TransferError): ...
+
+
+class StaleRegion(TransferError): ...
+
+
+class Overlap(TransferError): ...
+
+
+class ChecksumMismatch(TransferError): ...
 
 
 class ModelError(MoonpoolError): ...
