@@ -15,6 +15,7 @@
     │   ├── LeaseExpired          a read or write handle outlived its time
     │   ├── WrongSize             buffer and object differ in size
     │   ├── NativeExists          a converted page lost to a native one
+    │   ├── Unsupported           this pool's engine cannot do it
     │   └── PoolClosed            the pool was closed
     ├── TransferError             memory or bytes of a transfer are not what they must be
     │   ├── NotRegistered         the range is not, or not wholly, registered memory
@@ -99,6 +100,9 @@ class WrongSize(PoolError): ...
 
 
 class NativeExists(PoolError): ...
+
+
+class Unsupported(PoolError): ...
 
 
 class PoolClosed(PoolError): ...
