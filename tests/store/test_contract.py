@@ -59,6 +59,7 @@ def test_objects_are_immutable(pool: KVPool) -> None:
     assert pool.get(key) == b"first"
 
 
+@pytest.mark.needs("empty_objects")
 def test_a_missing_key_is_not_an_empty_one(pool: KVPool) -> None:
     empty, missing = name(), name()
     pool.put(empty, b"")
@@ -100,6 +101,7 @@ def test_nothing_is_visible_before_commit(pool: KVPool) -> None:
     assert pool.get(key) == b"abcd"
 
 
+@pytest.mark.needs("reserve_pool_space")
 def test_revoke_gives_the_space_back(pool: KVPool) -> None:
     key, before = name(), pool.stats().used
     r = reserved(pool, key, 1 << 20)
@@ -145,6 +147,7 @@ def test_revoking_twice_is_harmless_and_revokes_the_rest(pool: KVPool) -> None:
     assert pool.stats().writes_open == 0
 
 
+@pytest.mark.needs("remove_what_was_read")
 def test_views_are_read_only_and_stay_valid_when_the_object_is_removed(pool: KVPool) -> None:
     key, data = name(), bytes(range(256)) * 16
     pool.put(key, data)
@@ -162,6 +165,7 @@ def test_views_are_read_only_and_stay_valid_when_the_object_is_removed(pool: KVP
     lease.close()
 
 
+@pytest.mark.needs("evict_on_demand")
 def test_an_open_read_outlives_pressure(fresh_small: KVPool) -> None:
     pool = fresh_small
     pool.put("kept", b"k" * 4096)
@@ -178,6 +182,7 @@ def fresh_small(fresh: Fresh) -> KVPool:
     return fresh(64 << 10)
 
 
+@pytest.mark.needs("exact_lru")
 def test_a_full_pool_evicts_the_least_recently_used(fresh_small: KVPool) -> None:
     pool = fresh_small
     for i in range(15):
@@ -189,6 +194,7 @@ def test_a_full_pool_evicts_the_least_recently_used(fresh_small: KVPool) -> None
     assert pool.get("new") == bytes(4096)
 
 
+@pytest.mark.needs("probe_without_touch")
 def test_probing_does_not_touch(fresh_small: KVPool) -> None:
     pool = fresh_small
     for i in range(15):
@@ -198,6 +204,7 @@ def test_probing_does_not_touch(fresh_small: KVPool) -> None:
     assert not pool.is_exist("k0")
 
 
+@pytest.mark.needs("exact_lru")
 def test_the_end_of_a_prefix_goes_before_its_start(fresh_small: KVPool) -> None:
     pool = fresh_small
     keys = [f"page-{i}" for i in range(8)]
@@ -210,6 +217,7 @@ def test_the_end_of_a_prefix_goes_before_its_start(fresh_small: KVPool) -> None:
     assert not held[-1]
 
 
+@pytest.mark.needs("exact_lru")
 def test_a_prefix_that_was_read_loses_its_end_first(fresh_small: KVPool) -> None:
     pool = fresh_small
     keys = [f"page-{i}" for i in range(4)]
@@ -235,6 +243,7 @@ def test_no_space_is_said_at_once_with_figures(fresh_small: KVPool) -> None:
     assert pool.put("more", bytes(8192)) is Put.STORED
 
 
+@pytest.mark.needs("evict_on_demand")
 def test_too_large_evicts_nothing(fresh_small: KVPool) -> None:
     pool = fresh_small
     pool.put("small", b"x")
@@ -292,6 +301,7 @@ def test_lookup_prefers_native_then_the_first_origin(pool: KVPool) -> None:
     assert pool.lookup([key], [BUNDLE]) == [Match(key.text, False)]
 
 
+@pytest.mark.needs("native_replaces_converted")
 def test_a_native_page_replaces_converted_ones(pool: KVPool) -> None:
     key = page()
     converted = key.converted(BUNDLE).text

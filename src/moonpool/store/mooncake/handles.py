@@ -1,0 +1,40 @@
+"""What a client of the existing engine holds open: space in the slab, nothing at the peer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moonpool.keys import PageKey
+from moonpool.store.base import ReadLease, Reservation
+from moonpool.store.mooncake.slab import Block
+
+
+class SlabReservation(Reservation):
+    """Belongs to this process alone: the peer hears of the object at commit."""
+
+    __slots__ = ("block", "ended", "key", "page", "view")
+
+    def __init__(self, key: str, page: PageKey | None, block: Block, view: memoryview) -> None:
+        self.key, self.page, self.block, self.view = key, page, block, view
+        self.ended = False
+
+    def end(self) -> None:
+        """A write through `view` fails from now on."""
+        self.ended = True
+        try:
+            self.view.release()
+        except BufferError:
+            pass  # an array over it is still around; its owner was told not to write
+
+
+class SlabLease(ReadLease):
+    """Copies of objects in the slab: whatever becomes of the objects, the views stay until `close`."""
+
+    def __init__(self, keys: Sequence[str], views: dict[str, memoryview], release: Callable[[SlabLease], None]) -> None:
+        self.keys = tuple(keys)
+        self.views = tuple(views.get(k) for k in keys)
+        self._release = release
+
+    def close(self) -> None:
+        self.views = (None,) * len(self.keys)
+        self._release(self)
