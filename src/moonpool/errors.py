@@ -22,6 +22,9 @@
     │   ├── StaleRegion           the region was given up and its id belongs to another now
     │   ├── Overlap               two ranges share bytes
     │   └── ChecksumMismatch      the bytes that arrived are not those that were sent
+    ├── DiskError                 the disk tier's folder cannot be used
+    │   ├── FolderInUse           another process owns it
+    │   └── FolderForeign         it is not a disk tier's, or its marker is damaged
     ├── ModelError                a model folder is missing, broken or of a kind that is not supported
     ├── ConversionError           cross-model conversion
     │   ├── ConversionRefused     rule, bundle and models do not fit: says which field differs
@@ -121,6 +124,15 @@ class Overlap(TransferError): ...
 
 
 class ChecksumMismatch(TransferError): ...
+
+
+class DiskError(MoonpoolError): ...
+
+
+class FolderInUse(DiskError): ...
+
+
+class FolderForeign(DiskError): ...
 
 
 class ModelError(MoonpoolError): ...
