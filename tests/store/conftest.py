@@ -40,7 +40,11 @@ _MAKE = {"embedded": _embedded, "processes": _processes, "mooncake": _mooncake}
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pool_kind" in metafunc.fixturenames:
         own = ["embedded", pytest.param("processes", marks=pytest.mark.cluster)]
-        kinds = ["mooncake"] if metafunc.config.getoption("--pool") == "mooncake" else own
+        kinds = (
+            [pytest.param("mooncake", marks=pytest.mark.cluster)]
+            if metafunc.config.getoption("--pool") == "mooncake"
+            else own
+        )
         metafunc.parametrize("pool_kind", kinds, scope="module")
 
 

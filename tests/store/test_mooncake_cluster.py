@@ -1,0 +1,158 @@
+"""What only the real peer shows. Runs with `--pool=mooncake`."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+
+from moonpool.c2c.converter import Converter
+from moonpool.errors import ConnectionLost, MoonpoolError, NoSpace, PoolClosed, WireError
+from moonpool.keys import PageKey
+from moonpool.store.base import Match
+from moonpool.store.mooncake import MooncakePool
+from moonpool.testing.leaks import eventually
+from moonpool.types import Put, Stored
+from tests.c2c.pairs import BUNDLE, PAGE, config, identity_of, keys_of, model, random_kv, rule
+from tests.store.peer import PeerMaster
+
+MIB = 1 << 20
+pytestmark = pytest.mark.cluster
+_names = count()
+
+
+@pytest.fixture(scope="module")
+def master(request: pytest.FixtureRequest) -> Iterator[PeerMaster]:
+    if request.config.getoption("--pool") != "mooncake":
+        pytest.skip("needs the real peer: --pool=mooncake")
+    with PeerMaster() as master:
+        yield master
+
+
+@pytest.fixture(scope="module")
+def pool(master: PeerMaster) -> Iterator[MooncakePool]:
+    with master.client(32 * MIB) as pool:
+        yield pool
+
+
+@pytest.fixture
+def other(master: PeerMaster, pool: MooncakePool) -> Iterator[MooncakePool]:
+    """A second client, which lends nothing."""
+    with master.client(0, slab=8 * MIB) as other:
+        yield other
+
+
+def page(owner: str = "a" * 32) -> PageKey:
+    return PageKey(owner, next(_names), f"{next(_names):032x}")
+
+
+def test_clients_of_a_cluster_read_each_other_and_hear_only_themselves(pool: MooncakePool, other: MooncakePool) -> None:
+    here, there = page(), page()
+    stream = pool.subscribe([here.owner])
+    other.put(there.text, b"there")
+    pool.put(here.text, b"here")
+    assert stream.next(10, 5.0) == [Stored(here.text, 4)]
+    assert pool.batch_get([here.text, there.text]) == other.batch_get([here.text, there.text]) == [b"here", b"there"]
+    assert other.lookup([here]) == [Match(here.text, False)]
+    stream.close()
+
+
+def test_the_peers_own_client_and_the_pool_see_the_same_bytes(master: PeerMaster, pool: MooncakePool) -> None:
+    with bare_client(master) as bare:
+        pool.put("by-pool", b"moonpool")
+        assert bare.get("by-pool") == b"moonpool"
+        assert bare.put("by-peer", b"mooncake") == 0
+        assert pool.get("by-peer") == b"mooncake"
+
+
+def test_pages_that_the_peers_own_client_put_are_converted_when_a_lookup_misses(
+    master: PeerMaster, pool: MooncakePool
+) -> None:
+    source, target = model("bare-source"), model("bare-target")
+    pages = random_kv(source.spec.page_shape(PAGE), 3)
+    with bare_client(master) as bare:
+        for key, data in zip(keys_of(source, 3 * PAGE), pages, strict=True):
+            assert bare.put(key.text, bytes(data)) == 0
+    wanted = keys_of(target, 3 * PAGE)
+    converter = Converter(pool, config(rule(source, target, mode="on_miss")), load=lambda r, _: identity_of(r)).start()
+    try:
+        converter.wait_ready(10)
+        assert pool.lookup(wanted, [BUNDLE]) == [None] * 3
+        assert eventually(lambda: converter.stats().converted_pages == 2)
+    finally:
+        converter.close()
+    found = pool.lookup(wanted, [BUNDLE])
+    assert [m.converted if m else None for m in found] == [None, True, True]
+    assert pool.batch_get([m.key for m in found if m]) == [bytes(p) for p in pages[1:]]
+
+
+@contextlib.contextmanager
+def bare_client(master: PeerMaster) -> Iterator[Any]:
+    """The peer's own client, without Moonpool."""
+    from mooncake.store import MooncakeDistributedStore  # type: ignore[import-not-found] # the fixture made it importable
+
+    store = MooncakeDistributedStore()
+    assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 4 * MIB, "tcp", "", master.rpc) == 0
+    yield store
+    store.close()
+
+
+def test_a_cluster_that_is_full_says_so_per_key(master: PeerMaster) -> None:
+    with PeerMaster() as small, small.client(16 * MIB, slab=32 * MIB) as pool:
+        outcomes = pool.batch_put([f"k{i}" for i in range(5)], [bytes(5 * MIB)] * 5)
+        assert outcomes[:3] == [Put.STORED] * 3
+        assert [type(o) for o in outcomes[3:]] == [NoSpace, NoSpace]
+        assert pool.slab.used == 0
+
+
+def test_figures_of_the_cluster(pool: MooncakePool) -> None:
+    before = pool.stats()
+    pool.put(f"figures-{next(_names)}", bytes(MIB))
+    after = pool.stats()
+    assert before.capacity >= 32 * MIB
+    assert (after.used - before.used, after.objects - before.objects) == (MIB, 1)
+
+
+def test_closing_under_load_never_kills_the_interpreter(master: PeerMaster, pool: MooncakePool) -> None:
+    victim = master.client(0, slab=8 * MIB)
+    seen: list[MoonpoolError] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            while True:
+                key = f"load-{rng.randrange(50)}"
+                victim.batch_put([key], [key.encode() * 1000])
+                for got in victim.batch_get([key, "nowhere"]):
+                    assert got in (None, key.encode() * 1000)
+        except PoolClosed as e:
+            seen.append(e)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    assert eventually(lambda: victim.stats().hits > 200)
+    victim.close()
+    for t in threads:
+        t.join()
+    assert len(seen) == 4
+
+
+def test_a_dead_master_makes_misses_and_typed_errors() -> None:
+    """Each call of the peer's client takes some 4 s then, which is the peer's own time-out."""
+    with PeerMaster() as master, master.client(16 * MIB) as pool:
+        pool.put("k", b"v")
+        master.kill()
+        calls: list[Callable[[], object]] = [lambda: pool.put("new", b"v"), pool.stats]
+        for call in calls:
+            with pytest.raises(WireError):
+                call()
+        assert not pool.is_exist("k")
+        assert pool.batch_get(["k"]) == [None]
+        with pytest.raises(ConnectionLost):
+            master.client(0)
