@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from benchmarks.store.workload import BATCH, Side, fill, keys_of, percentile, timed
+from moonpool.errors import MoonpoolError
 from moonpool.store.base import KVPool
 from moonpool.store.client import PoolClient
 from moonpool.store.embedded import EmbeddedPool
@@ -17,6 +19,8 @@ from moonpool.types import Put
 
 
 class Ours(Side):
+    failures = (AssertionError, MoonpoolError)
+
     def __init__(self, pool: KVPool, buffer: int) -> None:
         self.pool = pool
         self.source, self.target = np.zeros(buffer, dtype=np.uint8), np.ones(buffer, dtype=np.uint8)
@@ -64,13 +68,16 @@ def view_times(side: Ours, sizes: Sequence[int], count: int) -> dict[str, float]
     """Median microseconds to open and close a zero-copy view of one object, per size."""
     found = {}
     for size in sizes:
-        key = keys_of(f"view:{size}", 1)[0]
-        side.put_one(key, 0, size)
-        found[str(size)] = 1e6 * percentile(
-            [timed(lambda key=key: side.pool.open_read([key]).close()) for _ in range(count)], 0.5
-        )  # type: ignore[misc]
-        side.clear([key])
+        keys = keys_of(f"view:{size}", 1)
+        side.put_one(keys[0], 0, size)
+        found[str(size)] = 1e6 * percentile([timed(partial(_view, side.pool, keys)) for _ in range(count)], 0.5)
+        side.clear(keys)
     return found
+
+
+def _view(pool: KVPool, keys: list[str]) -> None:
+    with pool.open_read(keys) as lease:
+        assert lease.views[0] is not None
 
 
 class Copies:
@@ -94,9 +101,12 @@ class Copies:
         starts = range(0, source.nbytes, size)
         pairs = [(target[s : s + size], source[s : s + size]) for s in starts]
         batches = [pairs[i : i + BATCH] for i in range(0, len(pairs), BATCH)]
-        if threads == 1:
-            return timed(lambda: [_copy(b) for b in batches])
-        return timed(lambda: [_copy_together(b, threads) for b in batches])
+
+        def run() -> None:
+            for batch in batches:
+                _copy_together(batch, threads)
+
+        return timed(run)
 
     def close(self) -> None:
         del self._shared

@@ -9,36 +9,41 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from benchmarks.store import peer_venv
-from moonpool.testing.cluster import LocalCluster
+from moonpool.store.processes import MasterConfig, MessengerConfig
+from moonpool.testing.cluster import Node
 from moonpool.testing.leaks import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
-SEGMENT = 1 << 30
-"""Bytes that each side lends to its pool."""
-BUFFER = 128 << 20
-"""Bytes of the client's source, and of its target: four times a large last-level cache."""
+_LOCAL = 64 << 20
+"""Bytes of the peer's own staging buffer."""
 
 
 class Worker:
     """A client process; see `worker`."""
 
-    def __init__(self, kind: str, python: str, arguments: dict[str, Any], prefix: Sequence[str] = ()) -> None:
+    def __init__(self, kind: str, python: list[str], arguments: dict[str, Any], environment: dict[str, str]) -> None:
         self.kind = kind
-        self._log = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(
-            [*prefix, python, "-m", "benchmarks.store.worker", kind, json.dumps(arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            cwd=ROOT,
-        )
+        self._folder = tempfile.TemporaryDirectory()
+        self._log = Path(self._folder.name) / "log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*python, "-m", "benchmarks.store.worker", kind, json.dumps(arguments)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, **environment},
+            )
         try:
             self._answer()
         except BaseException:
@@ -65,21 +70,36 @@ class Worker:
         return answer["ok"]
 
     def _end_of_log(self) -> str:
-        self._log.seek(0)
-        return self._log.read()[-2000:]
+        return self._log.read_text(errors="replace")[-2000:]
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        self._process.kill()
+        self._process.wait()
 
     def close(self) -> None:
-        """Let it close its store and end; after 10 s, end it."""
-        if self._process.stdin:
-            self._process.stdin.close()
-        try:
-            self._process.wait(0.2)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout:
-            self._process.stdout.close()
-        self._log.close()
+        """End it: it has nothing to save."""
+        self.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+        self._folder.cleanup()
+
+
+@dataclass
+class PeerMaster:
+    address: str
+    metadata: str
+    process: subprocess.Popen[bytes]
+    command: list[str]
+    ports: tuple[int, int]
+
+
+@dataclass
+class Nodes:
+    master: Node
+    messengers: list[Node]
 
 
 class Sides:
@@ -94,29 +114,51 @@ class Sides:
     def has_peer(self) -> bool:
         return self._python is not None
 
-    def ours(self, segment: int = SEGMENT, buffer: int = BUFFER) -> Worker:
+    def ours(self, segment: int, buffer: int) -> Worker:
         """Master, messenger and client, each a process."""
-        cluster = self._stack.enter_context(LocalCluster(capacity=segment))
-        return self._worker(
-            "ours",
-            {"master": cluster.master.socket, "messenger": cluster.messengers[0].socket, "buffer": buffer},
-        )
+        return self.ours_client(self.nodes(1, capacity=segment), 0, buffer)
 
-    def ours_embedded(self, segment: int = SEGMENT, buffer: int = BUFFER) -> Worker:
+    def ours_client(self, nodes: Nodes, home: int, buffer: int) -> Worker:
+        """One more client, of the messenger with this number."""
+        arguments = {"master": nodes.master.socket, "messenger": nodes.messengers[home].socket, "buffer": buffer}
+        return self._worker("ours", arguments)
+
+    def nodes(self, messengers: int, **config: Any) -> Nodes:
+        """Our master and messengers with the product's own defaults, but for `config` of the messengers."""
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
+        master = MasterConfig(socket=str(folder / "master.sock"))
+        nodes = Nodes(_node(folder, "master", master.socket, "master", master), [])
+        for name in (f"m{i}" for i in range(messengers)):
+            socket = str(folder / f"{name}.sock")
+            messenger = MessengerConfig(name=name, socket=socket, master=master.socket, **config)
+            nodes.messengers.append(_node(folder, name, socket, "messenger", messenger))
+        for node in (nodes.master, *nodes.messengers):
+            self._stack.callback(node.kill)
+            node.start()
+        return nodes
+
+    def ours_embedded(self, segment: int, buffer: int) -> Worker:
         """All in one process."""
         return self._worker("ours-embedded", {"capacity": segment, "buffer": buffer})
 
-    def peer(self, segment: int = SEGMENT, buffer: int = BUFFER) -> Worker:
+    def peer(self, segment: int, buffer: int) -> Worker:
         """The peer's master, a process that holds the segment, and a client without one: bytes go over TCP."""
         master = self.peer_master()
-        self._worker("peer", {**master, "segment": segment, "local": 64 << 20, "buffer": 0})
-        return self._worker("peer", {**master, "segment": 0, "local": 64 << 20, "buffer": buffer})
+        self.peer_client(master, segment, 0)
+        return self.peer_client(master, 0, buffer)
 
-    def peer_embedded(self, segment: int = SEGMENT, buffer: int = BUFFER) -> Worker:
+    def peer_client(
+        self, master: PeerMaster, segment: int, buffer: int, prefix: Sequence[str] = (), host: str = "127.0.0.1"
+    ) -> Worker:
+        """A process with the peer's default client: a holder (`segment`), a client (`buffer`), or both."""
+        arguments = {"master": master.address, "metadata": master.metadata, "local": _LOCAL, "host": host}
+        return self._worker("peer", arguments | {"segment": segment, "buffer": buffer}, prefix, host)
+
+    def peer_embedded(self, segment: int, buffer: int) -> Worker:
         """The peer's master, and one process that is client and holder: bytes are copied in it."""
-        return self._worker("peer", {**self.peer_master(), "segment": segment, "local": 64 << 20, "buffer": buffer})
+        return self.peer_client(self.peer_master(), segment, buffer)
 
-    def peer_shm(self, segment: int = SEGMENT, buffer: int = BUFFER) -> Worker:
+    def peer_shm(self, segment: int, buffer: int) -> Worker:
         """The peer's master, its `mooncake_client` as the holder, and a client that shares memory with it."""
         master, port = self.peer_master(), free_port()
         self.start(
@@ -125,47 +167,52 @@ class Sides:
                 "--host=127.0.0.1",
                 f"--port={port}",
                 f"--global_segment_size={segment >> 20}MB",
-                f"--master_server_address={master['master']}",
-                f"--metadata_server={master['metadata']}",
+                f"--master_server_address={master.address}",
+                f"--metadata_server={master.metadata}",
             ],
             port,
         )
         return self._worker("peer-shm", {"server": f"127.0.0.1:{port}", "buffer": buffer})
 
-    def peer_master(self, host: str = "127.0.0.1") -> dict[str, str]:
-        """A master with its metadata service: their addresses."""
+    def peer_master(self, host: str = "127.0.0.1") -> PeerMaster:
+        """A master with its metadata service."""
         rpc, http, metrics = free_port(), free_port(), free_port()
-        self.start(
-            [
-                str(self._binaries / "mooncake_master"),
-                f"--rpc_address={host}",
-                f"--rpc_port={rpc}",
-                f"--metrics_host={host}",
-                f"--metrics_port={metrics}",
-                "--enable_http_metadata_server=true",
-                f"--http_metadata_server_port={http}",
-                "--logtostderr",
-            ],
-            rpc,
-            http,
-        )
-        return {"master": f"{host}:{rpc}", "metadata": f"http://{host}:{http}/metadata"}
+        command = [
+            str(self._binaries / "mooncake_master"),
+            f"--rpc_address={host}",
+            f"--rpc_port={rpc}",
+            f"--metrics_host={host}",
+            f"--metrics_port={metrics}",
+            "--enable_http_metadata_server=true",
+            f"--http_metadata_server_port={http}",
+            "--logtostderr",
+        ]
+        process = self.start(command, rpc, http, host=host)
+        return PeerMaster(f"{host}:{rpc}", f"http://{host}:{http}/metadata", process, command, (rpc, http))
 
-    def start(self, command: list[str], *ports: int) -> subprocess.Popen[bytes]:
-        """A process that listens on `ports` of loopback."""
-        log = self._stack.enter_context(tempfile.TemporaryFile())
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    def restart(self, master: PeerMaster) -> None:
+        """Start the peer's master again, at the same ports."""
+        master.process = self.start(master.command, *master.ports)
+
+    def start(self, command: list[str], *ports: int, host: str = "127.0.0.1") -> subprocess.Popen[bytes]:
+        """A process that listens on `ports` of `host`."""
+        log = Path(self._stack.enter_context(tempfile.TemporaryDirectory())) / "log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         self._stack.callback(_end, process)
-        if not eventually(lambda: process.poll() is not None or all(map(_listens, ports)), timeout_s=30):
-            raise RuntimeError(f"{command[0]} does not listen on {ports}")
-        if process.poll() is not None:
-            log.seek(0)
-            raise RuntimeError(f"{command[0]}: {log.read()[-2000:].decode(errors='replace')}")
+
+        def settled() -> bool:
+            return process.poll() is not None or all(_listens(host, p) for p in ports)
+
+        if not eventually(settled, timeout_s=30) or process.poll() is not None:
+            raise RuntimeError(f"{command[0]} does not listen on {ports}: {log.read_text(errors='replace')[-2000:]}")
         return process
 
-    def _worker(self, kind: str, arguments: dict[str, Any]) -> Worker:
+    def _worker(
+        self, kind: str, arguments: dict[str, Any], prefix: Sequence[str] = (), host: str = "127.0.0.1"
+    ) -> Worker:
         python = str(self._python) if kind.startswith("peer") else sys.executable
-        worker = Worker(kind, python, arguments)
+        worker = Worker(kind, [*prefix, python], arguments, {"MC_TCP_BIND_ADDRESS": host})
         self._stack.callback(worker.close)
         return worker
 
@@ -182,10 +229,15 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _listens(port: int) -> bool:
+def _listens(host: str, port: int) -> bool:
     with socket.socket() as s:
         s.settimeout(0.5)
-        return s.connect_ex(("127.0.0.1", port)) == 0
+        return s.connect_ex((host, port)) == 0
+
+
+def _node(folder: Path, name: str, socket: str, module: str, config: msgspec.Struct) -> Node:
+    command = [sys.executable, "-m", f"moonpool.store.{module}", msgspec.json.encode(config).decode()]
+    return Node(name, socket, command, folder / f"{name}.log")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -201,6 +253,3 @@ def rss(pid: int) -> int:
     """Bytes of memory that a process has resident, of its own (shared ones left out)."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) * 1024
-
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -24,8 +24,7 @@ def two_processes(plan: Plan) -> Figures:
             workers["peer_shm"] = sides.peer_shm(plan.segment, plan.buffer)
         for label, size in plan.sizes().items():
             measures = {name: _batches(w, size, plan) for name, w in workers.items()}
-            for threads in (1, 2):
-                measures[f"copy_{threads}"] = lambda _, s=size, t=threads: workers["ours"].do("copy", size=s, threads=t)
+            measures |= {f"copy_{threads}": _copies(workers["ours"], size, threads) for threads in (1, 2)}
             samples = alternate(measures, plan.rounds)
             _show(f"two processes, batches of 128 × {label}, GiB/s", samples, ("put", "get"))
             found |= _rates("two_process", label, samples)
@@ -43,7 +42,7 @@ def one_process(plan: Plan) -> Figures:
             workers["peer"] = sides.peer_embedded(plan.segment, plan.buffer)
         for label, size in plan.sizes().items():
             measures = {name: _batches(w, size, plan) for name, w in workers.items()}
-            measures["copy_1"] = lambda _, s=size: workers["ours"].do("copy", size=s, threads=1)
+            measures["copy_1"] = _copies(workers["ours"], size, 1)
             samples = alternate(measures, plan.rounds)
             _show(f"one process, batches of 128 × {label}, GiB/s", samples, ("put", "get"))
             found |= _rates("one_process", label, samples)
@@ -92,17 +91,21 @@ _TIMES = ("put_p50", "put_p99", "get_p50", "get_p99")
 
 def _batches(worker: Worker, size: int, plan: Plan) -> Measure:
     passes = 1 if plan.quick else 2
-    return lambda n: worker.do("batch", label=f"b{size}", size=size, passes=passes, first=n * passes)  # type: ignore[no-any-return]
+    return lambda n: worker.do("batch", label=f"b{size}", size=size, passes=passes, first=n * passes)
+
+
+def _copies(worker: Worker, size: int, threads: int) -> Measure:
+    return lambda _: worker.do("copy", size=size, threads=threads)
 
 
 def _singles(worker: Worker, plan: Plan) -> Measure:
     count = 200 if plan.quick else 1000
-    return lambda n: worker.do("single", label="s", size=_SINGLE, count=count, first=n)  # type: ignore[no-any-return]
+    return lambda n: worker.do("single", label="s", size=_SINGLE, count=count, first=n)
 
 
 def _probes(worker: Worker, plan: Plan) -> Measure:
     repeats = 4 if plan.quick else 20
-    return lambda n: worker.do("exist", label=f"e{n}", count=_KEYS, repeats=repeats)  # type: ignore[no-any-return]
+    return lambda n: worker.do("exist", label=f"e{n}", count=_KEYS, repeats=repeats)
 
 
 def _rates(mode: str, label: str, samples: Mapping[str, Samples]) -> Figures:

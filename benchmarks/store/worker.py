@@ -5,6 +5,7 @@ KIND says which side, JSON its arguments. Runs in the environment of either side
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -12,49 +13,46 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.store import workload
+from benchmarks.store import failure_work, index_work, workload
 from benchmarks.store.workload import Side
 
 
-def make(kind: str, arguments: dict[str, Any]) -> Side:
+def make(kind: str, arguments: dict[str, Any]) -> tuple[Side, dict[str, Callable[..., Any]]]:
+    """The side, and the commands that only it has."""
     if kind.startswith("peer"):
         from benchmarks.store.peer import Peer
 
-        return {"peer": Peer.setup, "peer-shm": Peer.dummy}[kind](**arguments)
-    from benchmarks.store.ours import Ours
+        return (Peer.setup if kind == "peer" else Peer.dummy)(**arguments), {}
+    from benchmarks.store.ours import Copies, Ours, view_times
 
-    return {"ours": Ours.client, "ours-embedded": Ours.embedded}[kind](**arguments)
+    side = (Ours.client if kind == "ours" else Ours.embedded)(**arguments)
+    copies = functools.cache(lambda: Copies(side))
+    return side, {"copy": lambda **a: copies().rate(**a), "view": functools.partial(view_times, side)}
 
 
 def commands(side: Side) -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {
-        "batch": lambda **a: workload.batch_rate(side, **a),
-        "single": lambda **a: workload.single_times(side, **a),
-        "exist": lambda **a: workload.exist_rate(side, **a),
-        "close": side.close,
+    """What every side can do: functions of `workload`, `index` and `failing`."""
+    shared: dict[str, Callable[..., Any]] = {
+        "batch": workload.batch_rate,
+        "single": workload.single_times,
+        "exist": workload.exist_rate,
+        "fill": index_work.fill,
+        "calls": index_work.calls,
+        "store": failure_work.store,
+        "readable": failure_work.readable,
+        "hammer": failure_work.hammer,
+        "first_put": failure_work.first_put,
+        "gone": failure_work.gone,
     }
-    if not type(side).__module__.endswith(".peer"):
-        from benchmarks.store import ours
-
-        assert isinstance(side, ours.Ours)
-        mine = side
-        copies: list[ours.Copies] = []
-
-        def copy(size: int, threads: int) -> dict[str, float]:
-            if not copies:
-                copies.append(ours.Copies(mine))
-            return copies[0].rate(size, threads)
-
-        found["copy"] = copy
-        found["view"] = lambda **a: ours.view_times(mine, **a)
-    return found
+    return {name: functools.partial(work, side) for name, work in shared.items()}
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a library that prints must not print into the answers
     try:
-        table = commands(make(sys.argv[1], json.loads(sys.argv[2])))
+        side, own = make(sys.argv[1], json.loads(sys.argv[2]))
+        table = commands(side) | own
     except BaseException:
         print(json.dumps({"error": traceback.format_exc(limit=3)}), file=answers, flush=True)
         raise
@@ -66,6 +64,7 @@ def main() -> None:
         except Exception:  # noqa: BLE001  # process edge: the other side says what failed
             answer = {"error": traceback.format_exc(limit=3)}
         print(json.dumps(answer), file=answers, flush=True)
+    os._exit(0)  # whoever closed our input ends everything: the other side's threads are not to be waited for
 
 
 if __name__ == "__main__":

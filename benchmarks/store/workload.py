@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,13 @@ import numpy as np
 KEY_LENGTH = 49
 """Characters of a key: a digest and a suffix, as engines use."""
 BATCH = 128
+SMALL = 64
+"""Bytes of a value where only the key matters."""
 
 
-def keys_of(label: str, count: int) -> list[str]:
-    """`count` keys of `KEY_LENGTH` characters; another label gives others."""
-    return [hashlib.blake2b(f"{label}:{i}".encode()).hexdigest()[:KEY_LENGTH] for i in range(count)]
+def keys_of(label: str, count: int, first: int = 0) -> list[str]:
+    """`count` keys of `KEY_LENGTH` characters; another label gives others, and so does another range of numbers."""
+    return [hashlib.blake2b(f"{label}:{i}".encode()).hexdigest()[:KEY_LENGTH] for i in range(first, first + count)]
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -35,6 +38,8 @@ class Side(ABC):
 
     source: np.ndarray
     target: np.ndarray
+    failures: tuple[type[Exception], ...] = (AssertionError,)
+    """What a call raises that did not succeed."""
 
     @abstractmethod
     def pieces(self, buffer: np.ndarray, starts: Sequence[int], size: int) -> Any:
@@ -98,30 +103,23 @@ class Pass:
     def batches(self) -> tuple[list[float], list[float]]:
         """Seconds of each batched put and of each batched get."""
         cuts = [slice(i, i + BATCH) for i in range(0, self.count, BATCH)]
+        side, size = self.side, self.size
         return self._run(
-            [
-                lambda k=self.keys[c], p=self.side.pieces(self.side.source, self.sources[c], self.size): self.side.put(
-                    k, p
-                )
-                for c in cuts
-            ],
-            [
-                lambda k=self.keys[c], p=self.side.pieces(self.side.target, self.targets[c], self.size): self.side.get(
-                    k, p
-                )
-                for c in cuts
-            ],
+            [partial(side.put, self.keys[c], side.pieces(side.source, self.sources[c], size)) for c in cuts],
+            [partial(side.get, self.keys[c], side.pieces(side.target, self.targets[c], size)) for c in cuts],
         )
 
     def singles(self) -> tuple[list[float], list[float]]:
         """Seconds of each single put and of each single get."""
         side, size = self.side, self.size
         return self._run(
-            [lambda k=k, s=s: side.put_one(k, s, size) for k, s in zip(self.keys, self.sources, strict=True)],
-            [lambda k=k, s=s: side.get_one(k, s, size) for k, s in zip(self.keys, self.targets, strict=True)],
+            [partial(side.put_one, k, s, size) for k, s in zip(self.keys, self.sources, strict=True)],
+            [partial(side.get_one, k, s, size) for k, s in zip(self.keys, self.targets, strict=True)],
         )
 
-    def _run(self, puts: list[Callable[[], None]], gets: list[Callable[[], None]]) -> tuple[list[float], list[float]]:
+    def _run(
+        self, puts: Sequence[Callable[[], None]], gets: Sequence[Callable[[], None]]
+    ) -> tuple[list[float], list[float]]:
         put, get = [timed(p) for p in puts], [timed(g) for g in gets]
         self._check()
         self.side.clear(self.keys)
@@ -131,7 +129,7 @@ class Pass:
         whole = self.count * self.size
         got = self.side.target[:whole].reshape(self.count, self.size)
         put = self.side.source[:whole].reshape(self.count, self.size)
-        wrong = (np.roll(put, -(self.shift % self.count), axis=0) != got).any(axis=1).sum()
+        wrong = sum(not np.array_equal(put[(i + self.shift) % self.count], got[i]) for i in range(self.count))
         assert not wrong, f"{wrong} of {self.count} values came back with wrong bytes"
 
 
@@ -160,7 +158,7 @@ def single_times(side: Side, label: str, size: int, count: int, first: int) -> d
 def exist_rate(side: Side, label: str, count: int, repeats: int) -> dict[str, float]:
     """Keys per second: `count` keys that are there, one call each, and all in one call, `repeats` times."""
     keys = keys_of(label, count)
-    side.put(keys, side.pieces(side.source, [i * 64 for i in range(count)], 64))
+    side.put(keys, side.pieces(side.source, [i * SMALL for i in range(count)], SMALL))
     single = timed(lambda: [side.exist_one(k) for k in keys])
     batched = timed(lambda: [side.exist(keys) for _ in range(repeats)])
     assert all(side.exist(keys))
