@@ -69,7 +69,7 @@ class PeerMaster:
         self.kill()
         self._log.close()
 
-    def config(self, capacity: int, *, slab: int | None = None) -> MooncakeConfig:
+    def config(self, capacity: int, *, slab: int | None = None, watch_s: float = 0.0) -> MooncakeConfig:
         """A client that lends `capacity` bytes."""
         return MooncakeConfig(
             master_server_address=self.rpc,
@@ -77,10 +77,13 @@ class PeerMaster:
             local_hostname="127.0.0.1",
             global_segment_size=capacity,
             slab_size=capacity if slab is None else slab,
+            watch_s=watch_s,
         )
 
-    def client(self, capacity: int, *, slab: int | None = None, c2c_config: bytes = b"") -> MooncakePool:
-        return MooncakePool.connect(self.config(capacity, slab=slab), c2c_config=c2c_config)
+    def client(
+        self, capacity: int, *, slab: int | None = None, watch_s: float = 0.0, c2c_config: bytes = b""
+    ) -> MooncakePool:
+        return MooncakePool.connect(self.config(capacity, slab=slab, watch_s=watch_s), c2c_config=c2c_config)
 
 
 def _free_port() -> int:

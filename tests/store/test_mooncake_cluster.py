@@ -91,6 +91,26 @@ def test_pages_that_the_peers_own_client_put_are_converted_when_a_lookup_misses(
     assert pool.batch_get([m.key for m in found if m]) == [bytes(p) for p in pages[1:]]
 
 
+def test_a_watch_hears_what_others_put_and_what_was_there_before(master: PeerMaster, pool: MooncakePool) -> None:
+    before, later, own = page(), page(), page()
+    pool.put(before.text, b"before")
+    with master.client(0, slab=MIB, watch_s=0.05) as watching:
+        stream = watching.subscribe([before.owner])
+        heard: list[str] = []
+
+        def hears(key: PageKey) -> bool:
+            heard.extend(event.key for event in stream.next(100, 0.1))
+            return key.text in heard
+
+        assert eventually(lambda: hears(before))
+        pool.put(later.text, b"later")
+        assert eventually(lambda: hears(later))
+        watching.put(own.text, b"own")
+        pool.put((last := page()).text, b"last")
+        assert eventually(lambda: hears(last))
+        assert heard.count(own.text) == 1, "told at the put, not again by the watch"
+
+
 @contextlib.contextmanager
 def bare_client(master: PeerMaster) -> Iterator[Any]:
     """The peer's own client, without Moonpool."""

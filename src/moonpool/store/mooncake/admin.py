@@ -49,7 +49,7 @@ class Admin:
         except msgspec.MsgspecError as e:
             raise self._lost(f"not what is expected: {e}") from e
 
-    def keys(self) -> Iterator[str]:
+    def all_keys(self) -> Iterator[str]:
         """All keys, in no order. One with a line break in it comes in pieces: the peer's list cannot tell."""
         with self._get("/get_all_keys") as reply:
             for line in reply:

@@ -38,12 +38,16 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Registered memory of this process for what is being read or written: bounds both together."""
     admin_address: str = ""
     """`host:port` of the master's `metrics_port`; needed to list keys and messengers and for the cluster's figures."""
+    watch_s: float = 0.0
+    """Seconds between two looks for puts of other processes in the master's list of keys (`admin_address`). 0 = never."""
     timeout_s: float = 3.0
     """Longest wait for the master to accept at the start, and for an answer of `admin_address`."""
 
     def __post_init__(self) -> None:
         for name in ("global_segment_size", "local_buffer_size", "slab_size"):
             size_of(getattr(self, name), name)
+        if self.watch_s and not self.admin_address:
+            raise ConfigError("the list of keys is at the admin port", key="watch_s", need="admin_address")
         if 0 < size_of(self.global_segment_size, "global_segment_size") < _LEAST_SEGMENT:
             raise ConfigError(
                 "the peer lends no less",

@@ -1,4 +1,4 @@
-"""Events of this process: the peer announces nothing, so what passes through this pool is all that is heard."""
+"""Events of this process: the peer announces nothing, so what passes through this pool is what is heard, and what `watch` finds."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ class LocalEvents:
         with self._changed:
             self._streams[stream] = frozenset(owners)
         return stream
+
+    def owners(self) -> frozenset[str]:
+        """Those that somebody listens to."""
+        with self._changed:
+            return frozenset().union(*self._streams.values())
 
     def emit(self, events: Sequence[PoolEvent]) -> None:
         """Events of keys that are no native pages are passed over."""

@@ -20,6 +20,7 @@ from moonpool.store.mooncake.handles import SlabLease, SlabReservation
 from moonpool.store.mooncake.limits import Cannot
 from moonpool.store.mooncake.peer import PeerStore, connect
 from moonpool.store.mooncake.slab import Block, Slab
+from moonpool.store.mooncake.watch import KeyWatch
 from moonpool.types import Hinted, Missed, PoolStats, Put, PutOutcome, Stored
 from moonpool.wire.messages import MAX_BATCH, MAX_KEY, MAX_SIZE
 
@@ -29,9 +30,15 @@ class MooncakePool(KVPool):
     this process. Use `connect`."""
 
     def __init__(
-        self, peer: PeerStore, *, slab_size: int = 256 << 20, admin: Admin | None = None, c2c_config: bytes = b""
+        self,
+        peer: PeerStore,
+        *,
+        slab_size: int = 256 << 20,
+        admin: Admin | None = None,
+        watch_s: float = 0.0,
+        c2c_config: bytes = b"",
     ) -> None:
-        """Takes over `peer`. `admin` answers what the peer's client cannot."""
+        """Takes over `peer`. `admin` answers what the peer's client cannot; `watch_s` needs it."""
         self._peer, self._admin, self._c2c = peer, admin, c2c_config
         self._lock = threading.Lock()
         self._writing: dict[str, SlabReservation | None] = {}
@@ -45,6 +52,7 @@ class MooncakePool(KVPool):
         except BaseException:
             peer.close()
             raise
+        self._watch = KeyWatch(admin, self._events, watch_s) if admin else None
 
     @staticmethod
     def connect(config: MooncakeConfig | str | Path, *, c2c_config: bytes = b"") -> MooncakePool:
@@ -57,7 +65,9 @@ class MooncakePool(KVPool):
             config = load(config, MooncakeConfig)
         admin = Admin(config.admin_address, config.timeout_s) if config.admin_address else None
         slab_size = size_of(config.slab_size, "slab_size")
-        return MooncakePool(connect(config), slab_size=slab_size, admin=admin, c2c_config=c2c_config)
+        return MooncakePool(
+            connect(config), slab_size=slab_size, admin=admin, watch_s=config.watch_s, c2c_config=c2c_config
+        )
 
     # -- writing
 
@@ -121,8 +131,13 @@ class MooncakePool(KVPool):
             outcomes = self._store(mine)
         finally:
             self._give_up(mine)
-        self._events.emit([Stored(r.key, r.block.size) for r in mine if outcomes[r] is Put.STORED])
+        self._tell([r for r in mine if outcomes[r] is Put.STORED])
         return [outcomes.pop(r) if r in outcomes else _late(r) for r in reservations]
+
+    def _tell(self, stored: Sequence[SlabReservation]) -> None:
+        if self._watch:
+            self._watch.note(r.key for r in stored if r.page)
+        self._events.emit([Stored(r.key, r.block.size) for r in stored])
 
     def revoke(self, reservations: Sequence[Reservation]) -> None:
         mine = self._end(reservations)
@@ -243,7 +258,7 @@ class MooncakePool(KVPool):
             return [code == 0 for code in store.batch_remove(list(keys))]
 
     def subscribe(self, owners: Sequence[str], capacity: int = 4096) -> EventStream:
-        """Events of this process: see `Cannot.EVENTS_OF_OTHERS`."""
+        """Events of this process, and with `watch_s` puts of others: see `Cannot.EVENTS_OF_OTHERS`."""
         self._check_open()
         return self._events.subscribe(owners, capacity)
 
@@ -274,6 +289,8 @@ class MooncakePool(KVPool):
             )
 
     def close(self) -> None:
+        if self._watch:
+            self._watch.close()
         self._events.close()
         self._peer.close(self.slab.address)
 
