@@ -6,7 +6,8 @@
     │   ├── ConnectionLost        the peer went away (the caller may reconnect)
     │   ├── FrameTooLarge         a message over its cap, refused before memory is taken for it
     │   ├── ProtocolError         bytes that are no message, or a message of another version
-    │   └── DeadlineExceeded      no answer in time
+    │   ├── DeadlineExceeded      no answer in time
+    │   └── AccessDenied          a secret was not proved, or the role may not do this
     ├── PoolError                 one key's operation failed
     │   ├── NotFound              no such object
     │   ├── NoSpace               nothing can be evicted to make room
@@ -79,6 +80,9 @@ class ProtocolError(WireError): ...
 
 
 class DeadlineExceeded(WireError): ...
+
+
+class AccessDenied(WireError): ...
 
 
 class PoolError(MoonpoolError): ...

@@ -1,4 +1,4 @@
-"""Request and reply. One interface, two ways: over a Unix socket, or straight into a service of the same process.
+"""Request and reply. One interface, two ways: over a socket, or straight into a service of the same process.
 
 A *service* handles one request at a time per session. A session is one connection: when it ends, however it ends, the service
 gives back all that the session held.
@@ -6,20 +6,21 @@ gives back all that the session held.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from moonpool.errors import (
-    ConfigError,
+    AccessDenied,
     ConnectionLost,
+    DeadlineExceeded,
     FrameTooLarge,
     MoonpoolError,
     PoolClosed,
@@ -27,17 +28,21 @@ from moonpool.errors import (
     WireError,
     from_fields,
 )
-from moonpool.wire import address, framing
+from moonpool.wire.address import Address, TcpAddress, UnixAddress
+from moonpool.wire.auth import THIS_PROCESS, Peer, Role, Security
+from moonpool.wire.dial import connect
+from moonpool.wire.framing import hang_up
+from moonpool.wire.handshake import decoded
+from moonpool.wire.listener import Handler, Listener
 from moonpool.wire.messages import Error, Message, Reply
+from moonpool.wire.stream import Stream
 
 log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Message)
 
-MAX_SESSIONS = 256
-_PAUSE_S = 0.1
-"""How long the acceptor rests when the process is out of descriptors or threads."""
-_encode = msgspec.msgpack.Encoder().encode
+_SEND_S = 30.0
+"""How long a reply waits for a client that does not read."""
 _replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Reply)
 
 
@@ -50,6 +55,9 @@ class Service(ABC):
     @abstractmethod
     def open_session(self) -> int: ...
 
+    def identify(self, session: int, peer: Peer) -> None:  # noqa: B027 - most services do not care
+        """Who has opened the session; called once, before its first request."""
+
     @abstractmethod
     def handle(self, session: int, request: Any) -> Message:
         """The reply. A MoonpoolError that is raised reaches the caller as itself."""
@@ -59,7 +67,7 @@ class Service(ABC):
         """Give back what the session holds. Called exactly once for each session."""
 
     def descriptor(self, request: Any) -> int | None:
-        """A file descriptor to send along with the reply to `request`; it stays the service's own."""
+        """A file descriptor to send along with the reply to `request`, over Unix sockets; it stays the service's own."""
         return None
 
 
@@ -67,8 +75,11 @@ class Channel(ABC):
     """A client's end. Safe to use from several threads; calls go one after the other."""
 
     @abstractmethod
-    def call(self, request: Message, reply: type[R]) -> R:
-        """Send and wait. Raises what the service raised, ConnectionLost, DeadlineExceeded, ProtocolError."""
+    def call(self, request: Message, reply: type[R], *, timeout: float | None = None) -> R:
+        """Send and wait, for at most `timeout` seconds (None = the channel's own).
+
+        Raises what the service raised, ConnectionLost, DeadlineExceeded, ProtocolError.
+        """
 
     @abstractmethod
     def take_descriptor(self) -> int:
@@ -92,8 +103,9 @@ class LocalChannel(Channel):
     def __init__(self, service: Service) -> None:
         self._service, self._session, self._open = service, service.open_session(), True
         self._lock = threading.Lock()
+        service.identify(self._session, THIS_PROCESS)
 
-    def call(self, request: Message, reply: type[R]) -> R:
+    def call(self, request: Message, reply: type[R], *, timeout: float | None = None) -> R:
         if not self._open:
             raise PoolClosed("the pool is closed")
         self._last = request  # only `take_descriptor` looks, while nobody else has this channel yet
@@ -112,188 +124,151 @@ class LocalChannel(Channel):
 
 
 class SocketChannel(Channel):
-    def __init__(self, path: str, timeout: float = 30.0) -> None:
-        """Connect to the Unix socket at `path`. Raises ConnectionLost, ConfigError."""
+    def __init__(
+        self,
+        address: str | Address,
+        timeout: float = 30.0,
+        *,
+        security: Security = Security(),
+        role: Role | None = None,
+    ) -> None:
+        """Connect. `timeout` (seconds) is for this and for each call. Raises as `dial.connect`."""
         self._lock = threading.Lock()
-        self._fds: list[int] = []
-        self._socket = _connected(address.parse(path), timeout)
+        self._timeout = timeout
+        sock = connect(address, security, timeout, role=role)
+        unix = sock.family == socket.AF_UNIX
+        self._stream = Stream(sock, receive_s=timeout, send_s=timeout, descriptors=unix)
 
-    def call(self, request: Message, reply: type[R]) -> R:
-        with self._lock:
-            try:
-                framing.send(self._socket, _encode(request))
-                body = framing.receive(self._socket, self._fds)
-            except WireError:
-                self._shut()  # a late reply would be taken for the next request's
-                raise
-            if body is None:
-                self._shut()
-                raise ConnectionLost("peer closed the connection")
+    def call(self, request: Message, reply: type[R], *, timeout: float | None = None) -> R:
+        limit = self._timeout if timeout is None else timeout
+        if not self._lock.acquire(blocking=False):
+            limit = self._wait_for_turn(limit)
+        stream = self._stream
         try:
-            return _checked(_replies.decode(body), reply)
-        except (msgspec.DecodeError, msgspec.ValidationError) as e:
-            raise ProtocolError(f"unreadable reply: {e}") from e
+            packed = stream.pack(request)
+            try:
+                stream.set_timeout(limit)
+                stream.send(packed)
+                body = stream.receive()
+                if body is None:
+                    raise ConnectionLost("peer closed the connection")
+            except WireError:
+                stream.close()  # a late reply would be taken for the next request's
+                raise
+        finally:
+            self._lock.release()
+        return _checked(decoded(_replies, body), reply)
+
+    def _wait_for_turn(self, limit: float) -> float:
+        """Take the lock; the time that is left."""
+        start = time.monotonic()
+        if not self._lock.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
+            raise DeadlineExceeded("another call on this channel takes too long")
+        return max(0.001, limit - (time.monotonic() - start))
 
     def take_descriptor(self) -> int:
-        if not self._fds:
+        if not self._stream.fds:
             raise ProtocolError("no descriptor came with the reply")
-        return self._fds.pop()
-
-    def _shut(self) -> None:
-        self._socket.close()
-        while self._fds:
-            os.close(self._fds.pop())
+        return self._stream.fds.pop()
 
     def close(self) -> None:
-        _shutdown(self._socket)  # wakes a call that waits in another thread
+        hang_up(self._stream.socket)  # wakes a call that waits in another thread
         with self._lock:
-            self._shut()
+            self._stream.close()
 
 
 class Server:
-    """Serves a `Service` on a Unix socket, one thread per connection, at most MAX_SESSIONS of them."""
+    """Serves a `Service` at one or more addresses."""
 
-    def __init__(self, path: str, service: Service) -> None:
-        """Bind. The socket file is for this user only. Raises ConfigError if the path is taken by a living server."""
-        self.path, self._service = address.parse(path), service
-        self._decode: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(service.requests)
-        self._threads: dict[threading.Thread, socket.socket] = {}
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._socket = _bind(self.path)
-        self._acceptor = threading.Thread(target=self._accept, name=f"rpc-accept {Path(path).name}", daemon=True)
-        self._acceptor.start()
+    def __init__(
+        self,
+        address: str | Address | Sequence[str | Address],
+        service: Service,
+        *,
+        security: Security = Security(),
+        handlers: Mapping[str, Handler] | None = None,
+        name: str = "server",
+        max_connections: int | None = None,
+    ) -> None:
+        """Bind all. `handlers`: of further purposes, by their names (`data`). A Unix socket's file is for this user only.
 
-    def _accept(self) -> None:
-        while not self._closing.is_set():
-            try:
-                connection, _ = self._socket.accept()
-            except OSError as e:  # closed, or out of descriptors: then others must go before more can come
-                if not self._closing.wait(_PAUSE_S):
-                    log.warning("cannot accept: %s", e)
-                continue
-            if not self._start(connection):
-                connection.close()
-
-    def _start(self, connection: socket.socket) -> bool:
-        """A thread for the connection; False if there are too many already."""
-        with self._lock:
-            if self._closing.is_set() or len(self._threads) >= MAX_SESSIONS:
-                return False
-            thread = threading.Thread(target=self._serve, args=(connection,), name="rpc-session", daemon=True)
-            self._threads[thread] = connection
-            try:
-                thread.start()
-            except RuntimeError as e:  # out of threads
-                log.warning("cannot serve: %s", e)
-                del self._threads[thread]
-                return False
-            return True
-
-    def _serve(self, connection: socket.socket) -> None:
-        session = self._service.open_session()
+        Raises ConfigError: an address is taken, or open to other machines without a secret.
+        """
+        places = [address] if isinstance(address, str | UnixAddress | TcpAddress) else list(address)
+        all_handlers = {"rpc": serve(service), **(handlers or {})}
+        self.listeners: list[Listener] = []
         try:
-            self._converse(connection, session)
-        except (ProtocolError, FrameTooLarge) as e:
-            with contextlib.suppress(WireError):  # say why, then hang up: nothing that follows could be trusted
-                framing.send(connection, _encode(error_message(e)))
-            log.debug("session %d ended: %s", session, e)
-        except WireError as e:
-            log.debug("session %d ended: %s", session, e)
-        finally:
-            self._service.close_session(session)
-            connection.close()
-            with self._lock:
-                self._threads.pop(threading.current_thread(), None)
+            for place in places:
+                self.listeners.append(
+                    Listener(place, security, all_handlers, name=name, max_connections=max_connections)
+                )
+        except BaseException:
+            self.close()
+            raise
 
-    def _converse(self, connection: socket.socket, session: int) -> None:
-        while (body := framing.receive(connection)) is not None:
-            try:
-                request = self._decode.decode(body)
-            except (msgspec.DecodeError, msgspec.ValidationError) as e:
-                raise ProtocolError(f"unreadable request: {e}") from e
-            reply = _encode(self._answer(session, request))
-            if len(reply) > framing.MAX_FRAME:
-                reply = _encode(error_message(FrameTooLarge("reply over its cap", fix="Use smaller batches.")))
-            framing.send(connection, reply, self._service.descriptor(request))
+    @property
+    def addresses(self) -> list[Address]:
+        """Where it listens, in the order given, with the ports that were got."""
+        return [listener.address for listener in self.listeners]
 
-    def _answer(self, session: int, request: Any) -> Message:
-        try:
-            return self._service.handle(session, request)
-        except MoonpoolError as e:
-            return error_message(e)
-        except Exception as e:  # process edge: a bug in one handler ends one request, not the server
-            log.exception("request failed")
-            return error_message(MoonpoolError(f"internal error: {e!r}"))
+    @property
+    def path(self) -> str:
+        """The first Unix socket's path."""
+        return next(a.path for a in self.addresses if isinstance(a, UnixAddress))
 
     def close(self) -> None:
-        """Stop accepting, end all sessions, remove the socket file. Idempotent."""
-        with self._lock:
-            if self._closing.is_set():
-                return
-            self._closing.set()
-            open_ = dict(self._threads)
-        _shutdown(self._socket)
-        self._socket.close()
-        self._acceptor.join()
-        for connection in open_.values():
-            _shutdown(connection)
-        for thread in open_:
-            thread.join(5)
-        Path(self.path).unlink(missing_ok=True)
+        """Stop accepting, end all sessions, free the addresses. Idempotent."""
+        for listener in self.listeners:
+            listener.close()
 
 
-def _connected(path: str, timeout: float) -> socket.socket:
+def serve(service: Service) -> Handler:
+    """The handler of purpose `rpc`: one session per connection."""
+    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(service.requests)
+
+    def handler(sock: socket.socket, peer: Peer) -> None:
+        stream = Stream(sock, receive_s=None, send_s=_SEND_S)
+        session = service.open_session()
+        try:
+            service.identify(session, peer)
+            _converse(stream, decoder, service, session, peer.local)
+        except (
+            ProtocolError,
+            FrameTooLarge,
+            AccessDenied,
+        ) as e:  # say why, then hang up: nothing that follows could be trusted
+            stream.send(stream.pack(error_message(e)))
+            raise
+        finally:
+            service.close_session(session)
+            stream.close()
+
+    return handler
+
+
+def _converse(
+    stream: Stream, decoder: msgspec.msgpack.Decoder[Any], service: Service, session: int, descriptors: bool
+) -> None:
+    while (body := stream.receive()) is not None:
+        request = decoded(decoder, body)
+        reply = _answer(service, session, request)
+        try:
+            packed = stream.pack(reply)
+        except FrameTooLarge:
+            packed = stream.pack(error_message(FrameTooLarge("reply over its cap", fix="Use smaller batches.")))
+        stream.send(packed, service.descriptor(request) if descriptors else None)
+
+
+def _answer(service: Service, session: int, request: Any) -> Message:
     try:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    except OSError as e:  # out of descriptors
-        raise ConnectionLost(f"cannot open a socket: {e.strerror or e}", key=path) from e
-    sock.settimeout(timeout)
-    try:
-        sock.connect(path)
-    except OSError as e:
-        sock.close()
-        raise ConnectionLost(f"cannot connect: {e.strerror or e}", key=path) from e
-    return sock
-
-
-def _shutdown(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+        return service.handle(session, request)
+    except MoonpoolError as e:
+        return error_message(e)
+    except Exception as e:  # process edge: a bug in one handler ends one request, not the server
+        log.exception("request failed")
+        return error_message(MoonpoolError(f"internal error: {e!r}"))
 
 
 def error_message(e: MoonpoolError) -> Error:
     """An error as a reply, or as one result among others in a reply."""
     return Error(type(e).__name__, e.fields())
-
-
-def _bind(path: str) -> socket.socket:
-    _remove_stale(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        old = os.umask(0o177)
-        try:
-            sock.bind(path)
-        finally:
-            os.umask(old)
-        sock.listen(64)
-    except OSError as e:
-        sock.close()
-        raise ConfigError(f"cannot listen: {e.strerror or e}", key=path, fix="Choose another socket path.") from e
-    return sock
-
-
-def _remove_stale(path: str) -> None:
-    """A killed server leaves its socket file. Remove it, unless somebody answers there."""
-    if not Path(path).is_socket():
-        return
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        probe.connect(path)
-    except OSError:
-        Path(path).unlink(missing_ok=True)
-    else:
-        raise ConfigError("socket is in use", key=path, fix="Stop the other process or choose another socket path.")
-    finally:
-        probe.close()

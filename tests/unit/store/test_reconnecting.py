@@ -17,7 +17,7 @@ class FakeChannel(Channel):
     def __init__(self, peer: Peer) -> None:
         self.peer, self.closed = peer, False
 
-    def call(self, request: m.Message, reply: type[R]) -> R:
+    def call(self, request: m.Message, reply: type[R], *, timeout: float | None = None) -> R:
         self.peer.calls += 1
         if self.peer.call_error:
             raise self.peer.call_error

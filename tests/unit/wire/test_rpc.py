@@ -24,6 +24,7 @@ from moonpool.errors import (
 from moonpool.testing.leaks import eventually, no_leaks
 from moonpool.wire import framing, rpc
 from moonpool.wire import messages as m
+from moonpool.wire.dial import connect
 
 OVERSIZED = struct.pack("<HHI", 0x4D50, framing.VERSION, 1 << 31)
 OTHER_VERSION = struct.pack("<HHI", 0x4D50, 99, 4) + b"abcd"
@@ -164,9 +165,7 @@ def test_close_wakes_a_waiting_call(server: rpc.Server) -> None:
 
 @pytest.mark.parametrize("bytes_", [OVERSIZED, OTHER_VERSION, GARBAGE, b"GET / HTTP/1.1\r\n\r\n"])
 def test_hostile_bytes_get_a_typed_error_and_the_server_lives(server: rpc.Server, bytes_: bytes) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(5)
-        sock.connect(server.path)
+    with connect(server.path, timeout=5) as sock:
         sock.sendall(bytes_)
         body = framing.receive(sock)
         assert body is not None
@@ -187,9 +186,7 @@ def _hung_up(sock: socket.socket) -> bool:
 
 
 def test_an_unknown_message_ends_the_connection(server: rpc.Server) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(5)
-        sock.connect(server.path)
+    with connect(server.path, timeout=5) as sock:
         framing.send(sock, NO_SUCH_MESSAGE)
         body = framing.receive(sock)
         assert body is not None
@@ -204,28 +201,25 @@ def test_a_message_may_not_exceed_its_bounds(server: rpc.Server) -> None:
     channel.close()
 
 
-def test_sessions_are_bounded(service: Fake, server: rpc.Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "MAX_SESSIONS", 2)
+def test_sessions_are_bounded(service: Fake, server: rpc.Server, tmp_path: Path) -> None:
+    server = rpc.Server(str(tmp_path / "few"), service, max_connections=2)
     held = [rpc.SocketChannel(server.path) for _ in range(2)]
-    assert eventually(lambda: len(service.open) == 2)
-    third = rpc.SocketChannel(server.path)
-    with pytest.raises(ConnectionLost):
-        third.call(m.Locate(["a"]), m.Located)
-    third.close()
+    with pytest.raises(ConnectionLost, match="too many connections"):
+        rpc.SocketChannel(server.path)
     held.pop().close()
 
     def room() -> bool:
-        channel = rpc.SocketChannel(server.path)
         try:
-            channel.call(m.Locate(["a"]), m.Located)
+            channel = rpc.SocketChannel(server.path)
         except ConnectionLost:
             return False
-        finally:
-            channel.close()
+        channel.call(m.Locate(["a"]), m.Located)
+        channel.close()
         return True
 
     assert eventually(room)
     held.pop().close()
+    server.close()
 
 
 def test_a_living_servers_socket_is_not_taken(server: rpc.Server) -> None:
