@@ -19,7 +19,7 @@ class Cannot(Enum):
     NATIVE_REPLACES_CONVERTED = (
         "the peer cannot remove with a put; a converted page stays until evicted, but no lookup gives it"
     )
-    EVENTS_OF_OTHERS = "the peer announces nothing: misses and hints of other processes are not heard, their puts only by watch_s, late"
+    EVENTS_OF_OTHERS = "the peer announces nothing: of other processes only puts are heard, late, and only with watch_s"
 
     def error(self, key: str = "") -> Unsupported:
         return Unsupported(self.value, key=key, fix="See docs/existing-engine.md.")
