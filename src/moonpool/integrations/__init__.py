@@ -1,0 +1,1 @@
+"""Moonpool behind the interfaces of other projects."""

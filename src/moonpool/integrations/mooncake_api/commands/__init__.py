@@ -1,0 +1,1 @@
+"""The peer's console scripts, on Moonpool's processes."""

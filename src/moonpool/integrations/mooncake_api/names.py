@@ -1,0 +1,64 @@
+"""A store's name: `host:port`, unique in the pool, also the name of its segment."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+
+from moonpool.errors import ConfigError
+
+_ATTEMPTS = 20
+
+
+def split(hostname: str) -> tuple[str, int | None]:
+    """Host and port of `host`, `host:port`, `[v6]:port` or a bare IPv6 address. Raises ConfigError for a port that is none."""
+    if hostname.startswith("["):
+        host, _, port = hostname[1:].partition("]")
+        port = port.removeprefix(":")
+    elif hostname.count(":") == 1:
+        host, _, port = hostname.partition(":")
+    else:
+        host, port = hostname, ""
+    if not host.strip() or "/" in host or host != host.strip():
+        raise ConfigError("not a host name", key="local_hostname", have=repr(hostname))
+    if not port:
+        return host, None
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError("not a port", key="local_hostname", need="1 to 65535", have=repr(port))
+    return host, int(port)
+
+
+def join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def free_port() -> int:
+    """A port of 12300 to 14300 (MC_STORE_CLIENT_MIN_PORT, MC_STORE_CLIENT_MAX_PORT) on which nobody listens just now.
+
+    Raises ConfigError if 20 tries find none.
+    """
+    low, high = _limit("MC_STORE_CLIENT_MIN_PORT", 12300), _limit("MC_STORE_CLIENT_MAX_PORT", 14300)
+    if low > high:
+        raise ConfigError("MC_STORE_CLIENT_MIN_PORT is above MC_STORE_CLIENT_MAX_PORT", have=f"{low}, {high}")
+    for port in random.sample(range(low, high + 1), min(_ATTEMPTS, high - low + 1)):
+        if _is_free(port):
+            return port
+    raise ConfigError("no free port found", need=f"one of {low} to {high}")
+
+
+def _limit(name: str, default: int) -> int:
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise ConfigError("not a port", key=name, have=repr(text))
+    return int(text)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,3 @@
+from moonpool.integrations.mooncake_api.buffers import BufferPool, RegisteredBufferPool
+
+__all__ = ["BufferPool", "RegisteredBufferPool"]
