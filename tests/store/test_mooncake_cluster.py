@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 
+from moonpool.c2c.config import C2CConfig
 from moonpool.c2c.converter import Converter
+from moonpool.engine.instance import Instance
+from moonpool.engine.request import GenerateRequest
 from moonpool.errors import ConnectionLost, MoonpoolError, NoSpace, PoolClosed, WireError
 from moonpool.keys import PageKey
-from moonpool.store.base import Match
+from moonpool.store.base import KVPool, Match
 from moonpool.store.mooncake import MooncakePool
+from moonpool.system import bundled_system
 from moonpool.testing.leaks import eventually
 from moonpool.types import Put, Stored
 from tests.c2c.pairs import BUNDLE, PAGE, config, identity_of, keys_of, model, random_kv, rule
@@ -109,6 +113,32 @@ def test_a_watch_hears_what_others_put_and_what_was_there_before(master: PeerMas
         pool.put((last := page()).text, b"last")
         assert eventually(lambda: hears(last))
         assert heard.count(own.text) == 1, "told at the put, not again by the watch"
+
+
+def test_the_bundled_pair_shares_its_prefill_through_the_peer(master: PeerMaster) -> None:
+    """The main job: `moon-large` prefills, the converter makes `moon-small`'s pages, which answers from them."""
+    _, c2c = bundled_system()
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(master.client(64 * MIB))
+        converter = Converter(pool, c2c).start()
+        stack.callback(converter.close)
+        assert [r.state for r in converter.wait_ready(60)] == ["ready"]
+        large, small = (stack.enter_context(instance(pool, c2c, name)) for name in ("moon-large", "moon-small"))
+        prompt = large.encode(
+            "Ada: green\nLeo: lamp\nZoe: river\nMax: tiger\nNina: violet\nOlga: stone\n" * 12 + "Ada:"
+        )
+        large.generate(GenerateRequest(prompt=prompt, max_tokens=1))
+        assert large.flush()
+        pages = len(prompt) // c2c.page_size
+        assert eventually(lambda: converter.stats().converted_pages == pages - 1, timeout_s=60)
+        usage = small.generate(GenerateRequest(prompt=prompt, max_tokens=1)).usage
+        assert usage.native == 0
+        assert usage.converted == (pages - 2) * c2c.page_size, "all whole pages but the first and the last"
+
+
+def instance(pool: KVPool, c2c: C2CConfig, name: str) -> Instance:
+    of = c2c.models[name]
+    return Instance(of.ref, of.spec, pool, page_size=c2c.page_size, origins=lambda asked: c2c.origins(of.owner, asked))
 
 
 @contextlib.contextmanager
