@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import figures
-from benchmarks.store import network, peer_venv, speed
+from benchmarks.store import index, network, peer_venv, recovery, speed, tcp
 from benchmarks.store.plan import Plan
 
 SECTIONS: dict[str, Callable[[Plan], dict[str, object]]] = {
@@ -20,6 +20,9 @@ SECTIONS: dict[str, Callable[[Plan], dict[str, object]]] = {
     "one": speed.one_process,
     "exist": speed.existence,
     "view": speed.views,
+    "index": index.index,
+    "recovery": recovery.recovery,
+    "tcp": tcp.tcp,
 }
 
 

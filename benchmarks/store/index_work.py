@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
 
 from benchmarks.store.workload import SMALL, Side, keys_of, percentile, timed
@@ -26,7 +27,7 @@ def calls(side: Side, label: str, count: int) -> dict[str, float]:
     """Microseconds a key of each call while `count` keys of `label` are there, taken at random among them."""
     numbers = random.Random(count)
     some = [keys_of(label, 1, numbers.randrange(count))[0] for _ in range(_LOOKUP)]
-    fresh = keys_of(f"{label}:fresh", _SAMPLES)
+    fresh = keys_of(f"{label}:fresh:{count}", _SAMPLES)
     return {
         "lookup": _median(lambda: side.exist(some), 20) / _LOOKUP,
         "exist": 1e6 * timed(lambda: [side.exist_one(k) for k in some]) / _LOOKUP,
@@ -35,6 +36,5 @@ def calls(side: Side, label: str, count: int) -> dict[str, float]:
     }
 
 
-def _median(action: partial[object] | object, repeats: int) -> float:
-    assert callable(action)
+def _median(action: Callable[[], object], repeats: int) -> float:
     return 1e6 * percentile([timed(action) for _ in range(repeats)], 0.5)

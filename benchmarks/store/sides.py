@@ -137,6 +137,11 @@ class Sides:
             node.start()
         return nodes
 
+    def ours_remote(self, there: Sequence[str], here: str, address: str, segment: int, buffer: int) -> Worker | None:
+        """Master and client in this namespace, the messenger in another: `there` is the prefix for commands in it. None while
+        the pool has no way between hosts."""
+        return None
+
     def ours_embedded(self, segment: int, buffer: int) -> Worker:
         """All in one process."""
         return self._worker("ours-embedded", {"capacity": segment, "buffer": buffer})
@@ -189,6 +194,11 @@ class Sides:
         ]
         process = self.start(command, rpc, http, host=host)
         return PeerMaster(f"{host}:{rpc}", f"http://{host}:{http}/metadata", process, command, (rpc, http))
+
+    def nobody(self) -> PeerMaster:
+        """Addresses at which no master listens; the metadata service is there."""
+        there, port = self.peer_master(), free_port()
+        return PeerMaster(f"127.0.0.1:{port}", there.metadata, there.process, there.command, there.ports)
 
     def restart(self, master: PeerMaster) -> None:
         """Start the peer's master again, at the same ports."""

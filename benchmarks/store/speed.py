@@ -23,7 +23,7 @@ def two_processes(plan: Plan) -> Figures:
             workers["peer"] = sides.peer(plan.segment, plan.buffer)
             workers["peer_shm"] = sides.peer_shm(plan.segment, plan.buffer)
         for label, size in plan.sizes().items():
-            measures = {name: _batches(w, size, plan) for name, w in workers.items()}
+            measures = {name: batches(w, size, plan) for name, w in workers.items()}
             measures |= {f"copy_{threads}": _copies(workers["ours"], size, threads) for threads in (1, 2)}
             samples = alternate(measures, plan.rounds)
             _show(f"two processes, batches of 128 × {label}, GiB/s", samples, ("put", "get"))
@@ -41,7 +41,7 @@ def one_process(plan: Plan) -> Figures:
         if sides.has_peer:
             workers["peer"] = sides.peer_embedded(plan.segment, plan.buffer)
         for label, size in plan.sizes().items():
-            measures = {name: _batches(w, size, plan) for name, w in workers.items()}
+            measures = {name: batches(w, size, plan) for name, w in workers.items()}
             measures["copy_1"] = _copies(workers["ours"], size, 1)
             samples = alternate(measures, plan.rounds)
             _show(f"one process, batches of 128 × {label}, GiB/s", samples, ("put", "get"))
@@ -89,7 +89,8 @@ def views(plan: Plan) -> Figures:
 _TIMES = ("put_p50", "put_p99", "get_p50", "get_p99")
 
 
-def _batches(worker: Worker, size: int, plan: Plan) -> Measure:
+def batches(worker: Worker, size: int, plan: Plan) -> Measure:
+    """Rates of batched puts and gets by this client."""
     passes = 1 if plan.quick else 2
     return lambda n: worker.do("batch", label=f"b{size}", size=size, passes=passes, first=n * passes)
 
