@@ -1,0 +1,1 @@
+"""Static descriptors by key, over the HTTP metadata protocol that Mooncake's TransferEngine speaks."""
