@@ -213,6 +213,26 @@ class C2C(Message, frozen=True):
     config: bytes
 
 
+# -- transfer engine
+
+
+class Describe(Message, frozen=True):
+    """Which memory can be named in transfers?"""
+
+
+class Described(Message, frozen=True):
+    """(address, size) of each region, in the order of registration."""
+
+    regions: list[tuple[int, int]]
+
+
+class Notify(Message, frozen=True):
+    """A word to the owner of the memory, after a transfer."""
+
+    name: Annotated[str, msgspec.Meta(max_length=4096)]
+    text: Annotated[str, msgspec.Meta(max_length=1 << 20)]
+
+
 MessengerRequest: TypeAlias = (
     Hello
     | Reserve
@@ -229,6 +249,7 @@ MessengerRequest: TypeAlias = (
     | GetStats
 )
 MasterRequest: TypeAlias = Hello | Register | Heartbeat | Publish | ListMessengers | Locate | GetC2C
+EngineRequest: TypeAlias = Hello | Describe | Notify
 Reply: TypeAlias = (
     Error
     | Done
@@ -245,4 +266,5 @@ Reply: TypeAlias = (
     | Messengers
     | Located
     | C2C
+    | Described
 )
