@@ -1,0 +1,37 @@
+from moonpool.integrations.mooncake_api.engine import TransferEngine
+from moonpool.integrations.mooncake_api.engine_types import (
+    SUPPORT_CUDA,
+    SUPPORT_EFA,
+    SUPPORT_HIP,
+    SUPPORT_INTRA_NVLINK,
+    SUPPORT_MNNVL,
+    SUPPORT_MUSA,
+    CoroRPCInterface,
+    Read,
+    RpcInterface,
+    SharedSegment,
+    TransferNotify,
+    TransferOpcode,
+    Write,
+    create_rpc_client,
+    create_rpc_server,
+)
+
+__all__ = [
+    "SUPPORT_CUDA",
+    "SUPPORT_EFA",
+    "SUPPORT_HIP",
+    "SUPPORT_INTRA_NVLINK",
+    "SUPPORT_MNNVL",
+    "SUPPORT_MUSA",
+    "CoroRPCInterface",
+    "Read",
+    "RpcInterface",
+    "SharedSegment",
+    "TransferEngine",
+    "TransferNotify",
+    "TransferOpcode",
+    "Write",
+    "create_rpc_client",
+    "create_rpc_server",
+]
