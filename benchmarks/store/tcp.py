@@ -43,10 +43,10 @@ def tcp(plan: Plan) -> dict[str, object]:
         [(name, *(row.text(c) for c in _CALLS)) for name, row in samples.items()],
         ("side", *_CALLS),
     )
-    return _figures(samples)
+    return ratios(samples)
 
 
-def _figures(samples: Mapping[str, Samples]) -> dict[str, object]:
+def ratios(samples: Mapping[str, Samples]) -> dict[str, object]:
     """The worse of put and get counts."""
     found: dict[str, object] = {f"tcp_1m_{c}_gib_s_{n}": row.median(c) for n, row in samples.items() for c in _CALLS}
     for figure, other in (("tcp_1m_vs_iperf", "iperf3"), ("tcp_1m_vs_peer", "peer")):
