@@ -21,9 +21,15 @@ class PeerSegment(msgspec.Struct, frozen=True):
     segment_name: str
     te_endpoint: str
     """`host:port` of its transfer engine, by which replica descriptors name it."""
+    base_address: str
+    """Hexadecimal."""
     size_bytes: int
     allocator_used_bytes: int
     status: str
+
+    @property
+    def base(self) -> int:
+        return int(self.base_address, 16)
 
 
 class _Segments(msgspec.Struct, frozen=True):

@@ -127,6 +127,7 @@ class MooncakePool(KVPool):
     def commit(self, reservations: Sequence[Reservation]) -> list[PutOutcome]:
         self._check_open()
         mine = self._end(reservations)
+        self._note(mine)
         try:
             outcomes = self._store(mine)
         finally:
@@ -134,9 +135,13 @@ class MooncakePool(KVPool):
         self._tell([r for r in mine if outcomes[r] is Put.STORED])
         return [outcomes.pop(r) if r in outcomes else _late(r) for r in reservations]
 
-    def _tell(self, stored: Sequence[SlabReservation]) -> None:
+    def _note(self, reservations: Sequence[SlabReservation]) -> None:
+        """Before a put and after it, since the watch may look between the two."""
         if self._watch:
-            self._watch.note(r.key for r in stored if r.page)
+            self._watch.note(r.key for r in reservations)
+
+    def _tell(self, stored: Sequence[SlabReservation]) -> None:
+        self._note(stored)
         self._events.emit([Stored(r.key, r.block.size) for r in stored])
 
     def revoke(self, reservations: Sequence[Reservation]) -> None:

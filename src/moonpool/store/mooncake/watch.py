@@ -33,7 +33,7 @@ class KeyWatch:
             self._thread.start()
 
     def note(self, keys: Iterable[str]) -> None:
-        """Keys that this process put, and has told of, itself."""
+        """Keys that this process puts, and tells of, itself."""
         if self._every_s > 0:
             self._noted.update(keys)
 
