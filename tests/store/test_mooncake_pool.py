@@ -310,6 +310,13 @@ def test_without_the_package_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -
     assert "pip install mooncake-transfer-engine-non-cuda" in str(e.value)
 
 
+def test_the_drop_in_is_not_taken_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = type("MooncakeDistributedStore", (), {"__module__": "moonpool.integrations.mooncake_api.store"})
+    monkeypatch.setitem(sys.modules, "mooncake.store", SimpleNamespace(MooncakeDistributedStore=own))
+    with pytest.raises(ConfigError, match="drop-in"):
+        connect(NOWHERE)
+
+
 def test_the_config_is_checked_and_names_the_nearest_field() -> None:
     good = b"master_server_address: 'h:1'\nlocal_hostname: h\nglobal_segment_size: 4gb\nslab_size: 512 MB\n"
     config = parse(good, MooncakeConfig)

@@ -110,7 +110,7 @@ def connect(config: MooncakeConfig) -> PeerStore:
 
 def _module() -> Any:
     try:
-        return importlib.import_module("mooncake.store")
+        module = importlib.import_module("mooncake.store")
     except ImportError as e:
         raise ConfigError(
             "the existing engine's package cannot be imported",
@@ -118,6 +118,12 @@ def _module() -> Any:
             have=str(e),
             fix="If it is libibverbs.so.1 that is missing: `apt install libibverbs1`, also on machines without RDMA.",
         ) from e
+    if module.MooncakeDistributedStore.__module__.startswith("moonpool."):
+        raise ConfigError(
+            "`mooncake.store` is Moonpool's own drop-in here, not the existing engine",
+            fix="Run without `python -m moonpool.integrations.mooncake_api`.",
+        )
+    return module
 
 
 def _probe(config: MooncakeConfig) -> None:
