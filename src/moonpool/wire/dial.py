@@ -13,6 +13,8 @@ from moonpool.wire.address import Address, UnixAddress
 from moonpool.wire.auth import Role, Security
 from moonpool.wire.binding import tune
 
+_HINT = "Is it overloaded, or does it want TLS?"
+
 
 def connect(
     address: str | Address,
@@ -40,7 +42,8 @@ def connect(
     except BaseException as e:
         sock.close()
         if isinstance(e, WireError) and not e.key:
-            raise type(e)(e.what, key=str(address), need=e.need, have=e.have, fix=e.fix) from e
+            hint = _HINT if isinstance(e, ConnectionLost) and not security.tls else ""
+            raise type(e)(e.what, key=str(address), need=e.need, have=e.have, fix=e.fix or hint) from e
         raise
     return sock
 

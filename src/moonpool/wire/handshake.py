@@ -27,6 +27,7 @@ import msgspec
 
 from moonpool.errors import AccessDenied, ConnectionLost, MoonpoolError, ProtocolError, WireError, from_fields
 from moonpool.wire import framing
+from moonpool.wire.address import TcpAddress
 from moonpool.wire.auth import Peer, Role, Security
 from moonpool.wire.messages import Error, Message
 
@@ -145,7 +146,7 @@ def _mac(secret: bytes, side: str, role: str, purpose: str, client: bytes, serve
 def _answer(sock: socket.socket, deadline: float) -> Any:
     body = framing.receive(sock, cap=MAX_HANDSHAKE, deadline=deadline)
     if body is None:
-        raise ConnectionLost("peer closed the connection", fix="Is it overloaded, or does it want TLS?")
+        raise ConnectionLost("peer closed the connection")
     answer = decoded(_from_server, body)
     if isinstance(answer, Error):
         raise from_fields(answer.name, answer.fields)
@@ -172,8 +173,11 @@ def decoded(decoder: msgspec.msgpack.Decoder[Any], body: bytes | bytearray) -> A
 
 def _peer(sock: socket.socket, security: Security, role: Role) -> Peer:
     if sock.family != socket.AF_UNIX:
-        host, port = sock.getpeername()[:2]
-        return Peer(role, False, f"{host}:{port}")
+        try:
+            host, port = sock.getpeername()[:2]
+        except OSError as e:
+            raise ConnectionLost(f"gone already: {e}") from e
+        return Peer(role, False, str(TcpAddress(host, port)))
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if security.admin_secret is None and uid == os.geteuid():
         role = "admin"

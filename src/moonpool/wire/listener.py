@@ -37,6 +37,7 @@ _CROWDED_S = 0.2
 _PAUSE_S = 0.1
 """How long the acceptor rests when the process is out of descriptors or threads."""
 _END_S = 5.0
+_QUIET_S = 10.0
 
 
 class _Connection:
@@ -68,6 +69,9 @@ class Listener:
         self._most = MAX_CONNECTIONS if max_connections is None else max_connections
         use_tls = security.tls is not None and isinstance(address, TcpAddress)
         self._tls = tls.server_context(security.tls) if use_tls and security.tls else None
+        self.refused = 0
+        """Connections that did not get past the handshake."""
+        self._report_at = float("-inf")
         self._connections: set[_Connection] = set()
         self._changed = threading.Condition()
         self._closing = threading.Event()
@@ -150,7 +154,10 @@ class Listener:
         try:
             self._serve(connection)
         except MoonpoolError as e:
-            log.debug("%s: connection ended: %s", self.name, e)
+            if connection.stranger:
+                self._report_stranger(e)
+            else:
+                log.debug("%s: connection ended: %s", self.name, e)
         except Exception:  # process edge: a bug in one handler ends one connection, not the server
             log.exception("%s: connection failed", self.name)
         finally:
@@ -158,6 +165,16 @@ class Listener:
             with self._changed:
                 self._connections.discard(connection)
                 self._changed.notify_all()
+
+    def _report_stranger(self, e: MoonpoolError) -> None:
+        """A warning at most every _QUIET_S: strangers do not fill the log."""
+        with self._changed:
+            self.refused += 1
+            count, now = self.refused, time.monotonic()
+            due = now >= self._report_at
+            if due:
+                self._report_at = now + _QUIET_S
+        log.log(logging.WARNING if due else logging.DEBUG, "%s: refused (%d so far): %s", self.name, count, e)
 
     def _serve(self, connection: _Connection) -> None:
         try:

@@ -7,7 +7,6 @@ import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -25,45 +24,12 @@ from moonpool.testing.leaks import eventually, no_leaks
 from moonpool.wire import framing, rpc
 from moonpool.wire import messages as m
 from moonpool.wire.dial import connect
+from tests.unit.wire.services import Fake
 
 OVERSIZED = struct.pack("<HHI", 0x4D50, framing.VERSION, 1 << 31)
 OTHER_VERSION = struct.pack("<HHI", 0x4D50, 99, 4) + b"abcd"
 GARBAGE = struct.pack("<HHI", 0x4D50, framing.VERSION, 4) + b"\xc1\xc1\xc1\xc1"
 NO_SUCH_MESSAGE = msgspec.msgpack.encode(["Nonsense", 1])
-
-
-class Fake(rpc.Service):
-    requests = m.MasterRequest
-
-    def __init__(self) -> None:
-        self.open: set[int] = set()
-        self.opened = 0
-        self.hold = threading.Event()
-        self.lock = threading.Lock()
-
-    def open_session(self) -> int:
-        with self.lock:
-            self.opened += 1
-            self.open.add(self.opened)
-            return self.opened
-
-    def close_session(self, session: int) -> None:
-        with self.lock:
-            self.open.remove(session)
-
-    def handle(self, session: int, request: Any) -> m.Message:
-        match request:
-            case m.Locate(keys):
-                return m.Located([[k] for k in keys])
-            case m.Heartbeat(name):
-                raise NotFound("no such messenger", key=name, need="n", have="h", fix="Register.")
-            case m.ListMessengers():
-                self.hold.wait(10)
-                return m.Messengers([])
-            case m.GetC2C():
-                return m.C2C(bytes(framing.MAX_FRAME))
-            case _:
-                raise RuntimeError("a bug")
 
 
 @pytest.fixture
