@@ -35,7 +35,8 @@ class TcpAddress(NamedTuple):
     port: int
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}" if host == "unix" else f"{host}:{self.port}"
 
 
 Address: TypeAlias = UnixAddress | TcpAddress

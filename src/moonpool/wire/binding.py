@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 from moonpool.errors import ConfigError
 from moonpool.wire.address import Address, TcpAddress, UnixAddress, is_loopback
 from moonpool.wire.auth import Security
+from moonpool.wire.owner import owner_of
 
 _BACKLOG = 1024
 _DEAD_AFTER_S = 10
@@ -76,7 +78,8 @@ def _bind_tcp(address: TcpAddress, security: Security, purpose: str) -> Bound:
     except OSError as e:
         if sock is not None:
             sock.close()
-        raise _cannot_listen(e, str(address), f"{purpose} port {address.port}") from e
+        owner = owner_of(address.port) if e.errno == errno.EADDRINUSE else ""
+        raise _cannot_listen(e, str(address), f"{purpose} port {address.port}", owner) from e
     return Bound(sock, TcpAddress(address.host, sock.getsockname()[1]), None)
 
 
@@ -107,10 +110,9 @@ def _bind_private(sock: socket.socket, path: str) -> None:
     sock.bind(path)
 
 
-def _cannot_listen(e: OSError, key: str, what: str) -> ConfigError:
-    return ConfigError(
-        f"the {what} cannot be had: {e.strerror or e}", key=key, fix="Stop who has it, or choose another address."
-    )
+def _cannot_listen(e: OSError, key: str, what: str, owner: str = "") -> ConfigError:
+    fix = "Stop who has it, or choose another address."
+    return ConfigError(f"the {what} cannot be had: {e.strerror or e}", key=key, have=owner, fix=fix)
 
 
 def _lock(path: str) -> int:

@@ -22,7 +22,7 @@ VERSION = 2
 """Of the messages and of the handshake. Peers of different versions refuse each other at the first frame."""
 HEADER = struct.Struct("<HHI")
 MAGIC = 0x4D50
-_PIECE = 1 << 20
+_PIECE = 1 << 16
 _TIMEVAL = struct.Struct("@ll")
 _ROOM = socket.CMSG_SPACE(4 * array.array("i").itemsize)
 """For four descriptors; the kernel closes what is more."""

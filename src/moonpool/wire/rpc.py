@@ -152,6 +152,8 @@ class SocketChannel(Channel):
                 body = stream.receive()
                 if body is None:
                     raise ConnectionLost("peer closed the connection")
+                if stream.more:
+                    raise ProtocolError("more than one reply to one request")
             except WireError:
                 stream.close()  # a late reply would be taken for the next request's
                 raise

@@ -37,6 +37,11 @@ class Stream:
             framing.set_timeout(self.socket, seconds, seconds)
             self._receive_s = self._send_s = seconds
 
+    @property
+    def more(self) -> bool:
+        """Whether a part of the next frame has come along."""
+        return self._start < self._end
+
     def pack(self, message: msgspec.Struct) -> bytearray:
         """The frame to `send` next. Raises FrameTooLarge."""
         out = self._out
@@ -54,7 +59,7 @@ class Stream:
 
     def receive(self) -> bytes | bytearray | None:
         """The next frame's body, None at the end. Raises as `framing.receive`; the timeout is for the whole frame."""
-        if self._start < self._end:
+        if self.more:
             return self._assembled()
         end = framing.receive_some(self.socket, self._in, self._wanted)
         if end == 0:

@@ -18,6 +18,7 @@ class Fake(rpc.Service):
         self.open: set[int] = set()
         self.opened = 0
         self.peers: list[Peer] = []
+        self.lend: int | None = None
         self.hold = threading.Event()
         self.lock = threading.Lock()
 
@@ -47,3 +48,6 @@ class Fake(rpc.Service):
                 return m.C2C(bytes(framing.MAX_FRAME))
             case _:
                 raise RuntimeError("a bug")
+
+    def descriptor(self, request: Any) -> int | None:
+        return self.lend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moonpool.errors import ConfigError
@@ -96,6 +96,7 @@ def test_a_port_must_be_said_where_there_is_no_default(text: str) -> None:
         parse(text)
 
 
+@example("unix")
 @given(st.text(max_size=60) | st.text("[]:/.%0129afhx- ", max_size=30))
 def test_any_text_is_an_address_that_comes_back_or_an_error(text: str) -> None:
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import threading
@@ -83,8 +84,9 @@ def test_j1_sixteen_at_once_get_sixteen_ports() -> None:
 def test_j1_j2_a_busy_port_is_named_with_its_purpose(host: str) -> None:
     first = Listener(f"{host}:0", Security(), {})
     assert isinstance(first.address, TcpAddress)
-    with pytest.raises(ConfigError, match=rf"messenger data port {first.address.port} cannot be had.*in use"):
+    with pytest.raises(ConfigError, match=rf"messenger data port {first.address.port} cannot be had.*in use") as caught:
         Listener(first.address, Security(), {}, name="messenger data")
+    assert f"process {os.getpid()} (" in caught.value.have
     first.close()
     Listener(first.address, Security(), {}).close()  # free again at once
 

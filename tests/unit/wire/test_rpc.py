@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,7 @@ from moonpool.errors import (
     ConfigError,
     ConnectionLost,
     DeadlineExceeded,
+    FrameTooLarge,
     MoonpoolError,
     NotFound,
     PoolClosed,
@@ -24,6 +27,7 @@ from moonpool.testing.leaks import eventually, no_leaks
 from moonpool.wire import framing, rpc
 from moonpool.wire import messages as m
 from moonpool.wire.dial import connect
+from tests import hostile
 from tests.unit.wire.services import Fake
 
 OVERSIZED = struct.pack("<HHI", 0x4D50, framing.VERSION, 1 << 31)
@@ -40,7 +44,7 @@ def service() -> Fake:
 @pytest.fixture
 def server(service: Fake, tmp_path: Path) -> Iterator[rpc.Server]:
     with no_leaks():
-        server = rpc.Server(str(tmp_path / "s"), service)
+        server = rpc.Server([str(tmp_path / "s"), "127.0.0.1:0"], service)
         yield server
         service.hold.set()
         server.close()
@@ -48,9 +52,10 @@ def server(service: Fake, tmp_path: Path) -> Iterator[rpc.Server]:
         assert not (tmp_path / "s").exists()
 
 
-@pytest.fixture(params=["socket", "local"])
+@pytest.fixture(params=["unix", "tcp", "local"])
 def channel(request: pytest.FixtureRequest, service: Fake, server: rpc.Server) -> Iterator[rpc.Channel]:
-    channel = rpc.SocketChannel(server.path, 5) if request.param == "socket" else rpc.LocalChannel(service)
+    address = server.addresses[request.param == "tcp"]
+    channel = rpc.LocalChannel(service) if request.param == "local" else rpc.SocketChannel(address, 5)
     yield channel
     channel.close()
     channel.close()
@@ -109,6 +114,197 @@ def test_a_server_that_does_not_answer_costs_one_deadline(server: rpc.Server) ->
     with pytest.raises(ConnectionLost):  # a late answer must not be taken for the next one's
         channel.call(m.Locate(["a"]), m.Located)
     channel.close()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_e5_a_call_has_its_own_deadline(server: rpc.Server, service: Fake, which: int) -> None:
+    channel = rpc.SocketChannel(server.addresses[which], 30)
+    service.hold.set()
+    channel.call(m.ListMessengers(), m.Messengers, timeout=5)
+    service.hold.clear()
+    start = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        channel.call(m.ListMessengers(), m.Messengers, timeout=0.1)
+    assert 0.09 < time.monotonic() - start < 2
+    with pytest.raises(ConnectionLost):
+        channel.call(m.Locate(["a"]), m.Located)
+    channel.close()
+
+
+def test_e5_the_deadline_counts_while_others_use_the_channel(server: rpc.Server, service: Fake) -> None:
+    channel = rpc.SocketChannel(server.path, 30)
+    first = threading.Thread(target=channel.call, args=(m.ListMessengers(), m.Messengers))
+    first.start()
+    assert eventually(lambda: channel._lock.locked())
+    with pytest.raises(DeadlineExceeded, match="another call"):
+        channel.call(m.Locate(["a"]), m.Located, timeout=0.05)
+    service.hold.set()
+    first.join()
+    channel.call(m.Locate(["a"]), m.Located, timeout=5)  # nobody's reply was lost
+    channel.close()
+
+
+def fake_server(answer: Callable[[socket.socket], None]) -> tuple[str, threading.Thread]:
+    """Lets one client in and answers its first request by `answer`."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with listening:
+            connection, _ = listening.accept()
+        with connection:
+            framing.receive(connection)
+            framing.send(connection, msgspec.msgpack.encode(["Accepted", None]))
+            framing.receive(connection)
+            answer(connection)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return f"127.0.0.1:{listening.getsockname()[1]}", thread
+
+
+LOCATED = hostile.frame(msgspec.msgpack.encode(m.Located([["b"]])))
+
+
+def test_e5_a_drip_of_bytes_is_no_answer() -> None:
+    over = threading.Event()
+
+    def drip(connection: socket.socket) -> None:
+        for i in range(len(LOCATED)):
+            if over.wait(0.1):
+                return
+            connection.sendall(LOCATED[i : i + 1])
+
+    address, thread = fake_server(drip)
+    channel = rpc.SocketChannel(address, 0.5)
+    start = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        channel.call(m.Locate(["b"]), m.Located)
+    assert 0.4 < time.monotonic() - start < 1.5  # all bytes would take longer
+    over.set()
+    thread.join()
+    channel.close()
+
+
+@pytest.mark.parametrize("cut", [0, 1, 8, 12])
+def test_d4_a_server_that_dies_inside_a_reply(cut: int) -> None:
+    address, thread = fake_server(lambda connection: connection.sendall(LOCATED[:cut]))
+    channel = rpc.SocketChannel(address, 5)
+    for _ in range(2):
+        with pytest.raises(ConnectionLost):
+            channel.call(m.Locate(["b"]), m.Located)
+    thread.join()
+    channel.close()
+
+
+def test_d4_two_replies_where_one_was_asked_for() -> None:
+    """The second must not answer the next request as if it were its own."""
+    address, thread = fake_server(lambda connection: connection.sendall(LOCATED + LOCATED))
+    channel = rpc.SocketChannel(address, 5)
+    with pytest.raises(ProtocolError, match="more than one"):
+        channel.call(m.Locate(["b"]), m.Located)
+    with pytest.raises(ConnectionLost):
+        channel.call(m.Locate(["c"]), m.Located)
+    thread.join()
+    channel.close()
+
+
+@pytest.mark.parametrize("cut", [1, 7, 8, 20])
+def test_d4_a_client_that_dies_inside_a_request(server: rpc.Server, service: Fake, cut: int) -> None:
+    for address in server.addresses:
+        with connect(address, timeout=5) as sock:
+            sock.sendall(hostile.frame(msgspec.msgpack.encode(m.Locate(["a" * 100])))[:cut])
+        assert eventually(lambda: not service.open)
+        channel = rpc.SocketChannel(address)
+        assert channel.call(m.Locate(["b"]), m.Located) == m.Located([["b"]])
+        channel.close()
+
+
+def test_a_client_may_send_ahead(server: rpc.Server) -> None:
+    """Requests that come together, or cut at any place, are answered in order."""
+    requests = b"".join(hostile.frame(msgspec.msgpack.encode(m.Locate([str(i) * i]))) for i in range(1, 60))
+    for size in (1, 7, 13, 1000, len(requests)):
+        with connect(server.addresses[1], timeout=5) as sock:
+            sender = threading.Thread(
+                target=lambda sock=sock, size=size: [
+                    sock.sendall(requests[i : i + size]) for i in range(0, len(requests), size)
+                ]
+            )
+            sender.start()
+            for i in range(1, 60):
+                body = framing.receive(sock)
+                assert body is not None
+                assert msgspec.msgpack.decode(body, type=m.Located) == m.Located([[str(i) * i]])
+            sender.join()
+
+
+@pytest.mark.parametrize("size", [1, 40_000, 65_520, 65_528, 65_536, 70_000, 1_000_000, 20_000_000])
+def test_replies_of_all_sizes(server: rpc.Server, size: int) -> None:
+    count, length = (1, size) if size <= 1000 else (size // 1000, 990)
+    keys = ["k" * length] * count
+    for address in server.addresses:
+        channel = rpc.SocketChannel(address, 10)
+        assert channel.call(m.Locate(keys), m.Located) == m.Located([[k] for k in keys])
+        assert channel.call(m.Locate(["a"]), m.Located) == m.Located([["a"]])
+        channel.close()
+
+
+def test_a_request_over_the_cap_costs_nothing_but_itself(server: rpc.Server) -> None:
+    channel = rpc.SocketChannel(server.path, 10)
+    with pytest.raises(FrameTooLarge):
+        channel.call(m.Locate(["k" * 1000] * 40_000), m.Located)
+    assert channel.call(m.Locate(["a"]), m.Located) == m.Located([["a"]])
+    channel.close()
+
+
+def test_j5_thousands_of_calls_use_one_connection(server: rpc.Server, service: Fake) -> None:
+    channel = rpc.SocketChannel(server.addresses[1], 10)
+    threads = [
+        threading.Thread(target=lambda: [channel.call(m.Locate(["a"]), m.Located) for _ in range(500)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    channel.close()
+    assert service.opened == 1
+
+
+def test_a_service_knows_who_is_there(server: rpc.Server, service: Fake) -> None:
+    channels = [rpc.SocketChannel(a) for a in server.addresses] + [rpc.LocalChannel(service)]
+    assert eventually(lambda: len(service.peers) == 3)
+    unix, tcp, here = sorted(service.peers, key=lambda p: ("pid" not in p.name, "127." not in p.name))
+    assert (unix.role, unix.local) == ("admin", True)
+    assert f"pid {os.getpid()}" in unix.name
+    assert (tcp.role, tcp.local) == ("data", False)
+    assert (here.role, here.local) == ("admin", True)
+    for channel in channels:
+        channel.close()
+
+
+def test_descriptors_go_over_unix_sockets_only(server: rpc.Server, service: Fake) -> None:
+    r, w = os.pipe()
+    service.lend = r
+    for which in (0, 1):
+        channel = rpc.SocketChannel(server.addresses[which], 5)
+        channel.call(m.Locate(["a"]), m.Located)
+        if which == 0:
+            fd = channel.take_descriptor()
+            os.write(w, b"through")
+            assert os.read(fd, 7) == b"through"
+            os.close(fd)
+        else:
+            with pytest.raises(ProtocolError, match="no descriptor"):
+                channel.take_descriptor()
+        channel.close()
+    os.close(r)
+    os.close(w)
+
+
+def test_all_addresses_or_none(service: Fake, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        rpc.Server([str(tmp_path / "s"), "127.0.0.1:0", "0.0.0.0:0"], service)
+    assert not (tmp_path / "s").exists()
 
 
 def test_close_wakes_a_waiting_call(server: rpc.Server) -> None:
