@@ -9,7 +9,7 @@ from pathlib import Path
 
 FOLDER = Path("build/peer-venv")
 PACKAGE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
-NEEDS = (PACKAGE, "numpy", "requests", "aiohttp")
+NEEDS = (PACKAGE, "numpy")
 _TRY = "import numpy, mooncake.store, pathlib; print(pathlib.Path(mooncake.store.__file__).parent)"
 
 
