@@ -14,7 +14,7 @@ from moonpool.errors import ConfigError, WrongSize
 from moonpool.store.messenger.disk import DiskTier, OsFiles, holdings, record, scan
 from moonpool.store.messenger.disk import tier as tier_module
 from moonpool.testing.fake_clock import FakeClock
-from moonpool.testing.leaks import no_leaks
+from moonpool.testing.leaks import eventually, no_leaks
 from tests.store.disk.support import (
     KIB,
     MIB,
@@ -347,8 +347,7 @@ def test_a_write_that_is_overtaken_does_not_appear(tmp_path: Path, meanwhile: st
     else:
         newer = threading.Thread(target=lambda: results.append(put(tier, "k", b"new")))
         newer.start()
-        while len(temporary_paths(tmp_path)) < 2:
-            pass
+        assert eventually(lambda: len(temporary_paths(tmp_path)) == 2)
     gate.fsync_go.set()
     writer.join()
     if meanwhile == "removed":
@@ -367,6 +366,7 @@ def test_a_write_that_is_overtaken_does_not_appear(tmp_path: Path, meanwhile: st
 def test_close_waits_for_a_write_under_way(tmp_path: Path) -> None:
     gate = Gate()
     tier = open_tier(tmp_path, files=gate, fsync=True)
+    put(tier, "earlier", b"1")
     gate.fsync_entered.clear()
     gate.hold_fsync()
     results: list[bool] = []
@@ -375,8 +375,8 @@ def test_close_waits_for_a_write_under_way(tmp_path: Path) -> None:
     assert gate.fsync_entered.wait(20)
     closer = threading.Thread(target=tier.close)
     closer.start()
-    while put(tier, "later", b"1"):
-        pass  # until close has begun
+    assert eventually(lambda: "earlier" not in tier), "close has begun"
+    assert not put(tier, "later", b"1")
     assert closer.is_alive(), "it would let another owner in while this one writes"
     gate.fsync_go.set()
     writer.join()
