@@ -188,10 +188,10 @@ class FakePool(KVPool):
         )
         return name
 
-    def task(self, id: str) -> TaskStatus:
-        if id not in self._enter().tasks:
-            raise NotFound("no such task", key=id)
-        return self.cluster.tasks[id]
+    def task(self, task: str) -> TaskStatus:
+        if task not in self._enter().tasks:
+            raise NotFound("no such task", key=task)
+        return self.cluster.tasks[task]
 
     def messengers(self) -> list[MessengerInfo]:
         return [MessengerInfo(name=n, socket=f"/{n}", capacity=self.cluster.capacity) for n in self._enter().held]

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from moonpool import errors as e
 from moonpool.integrations.mooncake_api.quiet import Quiet
@@ -14,9 +14,9 @@ from moonpool.integrations.mooncake_api.quiet import Quiet
 log = logging.getLogger(__name__)
 _quiet = Quiet(log)
 
-S = TypeVar("S")
-R = TypeVar("R")
-P = ParamSpec("P")
+One = TypeVar("One", bound=Callable[..., int])
+Each = TypeVar("Each", bound=Callable[..., list[int]])
+Any_ = TypeVar("Any_", bound=Callable[..., object])
 
 
 class Code(IntEnum):
@@ -32,6 +32,7 @@ class Code(IntEnum):
     PINNED = -706
     LEASE_EXPIRED = -707
     TRANSFER_FAILED = -800
+    CHECKSUM = -801
     RPC_FAILED = -900
     RPC_TIMEOUT = -901
     UNSUPPORTED = -1012
@@ -48,6 +49,9 @@ _CODES: tuple[tuple[type[e.MoonpoolError], Code], ...] = (
     (e.DeadlineExceeded, Code.RPC_TIMEOUT),
     (e.FrameTooLarge, Code.INVALID_PARAMS),
     (e.WireError, Code.RPC_FAILED),
+    (e.Unsupported, Code.UNSUPPORTED),
+    (e.ChecksumMismatch, Code.CHECKSUM),
+    (e.TransferError, Code.TRANSFER_FAILED),
     (e.PoolError, Code.INVALID_PARAMS),  # WrongSize, PoolClosed, a key that is none
     (e.ConfigError, Code.INVALID_PARAMS),
 )
@@ -65,46 +69,58 @@ def refused(call: str, error: e.MoonpoolError) -> int:
     return code_of(error)
 
 
-def coded(call: Callable[Concatenate[S, P], int]) -> Callable[Concatenate[S, P], int]:
+def coded(call: One) -> One:
     """The method answers a MoonpoolError with its code. Anything else (TypeError for a wrong argument) goes through."""
 
     @functools.wraps(call)
-    def guarded(self: S, *args: P.args, **kwargs: P.kwargs) -> int:
+    def guarded(*args: Any, **kwargs: Any) -> int:
         try:
-            return call(self, *args, **kwargs)
+            return call(*args, **kwargs)
         except e.MoonpoolError as error:
             return refused(call.__name__, error)
 
-    return guarded
+    return cast(One, guarded)
 
 
-def coded_each(
-    call: Callable[Concatenate[S, Sequence[str], P], list[int]],
-) -> Callable[Concatenate[S, Sequence[str], P], list[int]]:
-    """`coded` for a batch: what makes the whole call impossible is every key's code."""
+def told(call: One) -> One:
+    """`coded` for calls that are made once: each refusal is an error in the log."""
 
     @functools.wraps(call)
-    def guarded(self: S, keys: Sequence[str], *args: P.args, **kwargs: P.kwargs) -> list[int]:
+    def guarded(*args: Any, **kwargs: Any) -> int:
+        try:
+            return call(*args, **kwargs)
+        except e.MoonpoolError as error:
+            log.error("%s: %s (%s)", call.__name__, error, type(error).__name__)
+            return code_of(error)
+
+    return cast(One, guarded)
+
+
+def coded_each(call: Each) -> Each:
+    """`coded` for a batch, whose first argument is `keys`: what makes the whole call impossible is every key's code."""
+
+    @functools.wraps(call)
+    def guarded(self: Any, keys: Sequence[str], *args: Any, **kwargs: Any) -> list[int]:
         try:
             return call(self, keys, *args, **kwargs)
         except e.MoonpoolError as error:
             return [refused(call.__name__, error)] * len(keys)
 
-    return guarded
+    return cast(Each, guarded)
 
 
-def otherwise(fallback: Callable[[], R]) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
+def otherwise(fallback: Callable[[], object]) -> Callable[[Any_], Any_]:
     """For calls that have no code: what they answer instead of an error, which the log tells."""
 
-    def wrap(call: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    def wrap(call: Any_) -> Any_:
         @functools.wraps(call)
-        def guarded(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        def guarded(*args: Any, **kwargs: Any) -> object:
             try:
-                return call(self, *args, **kwargs)
+                return call(*args, **kwargs)
             except e.MoonpoolError as error:
                 refused(call.__name__, error)
                 return fallback()
 
-        return guarded
+        return cast(Any_, guarded)
 
     return wrap

@@ -19,26 +19,10 @@ DEFAULT_CLIENT_HTTP_PORT = 9300
 _UNITS = {"t": 1 << 40, "g": 1 << 30, "m": 1 << 20, "k": 1 << 10}
 _REQUIRED = ("local_hostname", "metadata_server", "master_server_address")
 _TRUE, _FALSE = ("true", "1", "yes", "on", "enable"), ("false", "0", "no", "off", "disable", "")
-_PROTOCOLS = frozenset(
-    [
-        "tcp",
-        "rdma",
-        "efa",
-        "nvmeof",
-        "nvlink",
-        "musa",
-        "nvlink_intra",
-        "hip",
-        "barex",
-        "cxl",
-        "ascend",
-        "ub",
-        "ubshmem",
-        "maca",
-        "sunrise_link",
-        "rpc_only",
-    ]
-)
+_NAMES = """
+tcp rdma efa nvmeof nvlink musa nvlink_intra hip barex cxl ascend ub ubshmem maca sunrise_link rpc_only
+"""
+_PROTOCOLS = frozenset(_NAMES.split())
 _ENVIRONMENT = {
     "local_hostname": "MOONCAKE_LOCAL_HOSTNAME",
     "metadata_server": "MOONCAKE_TE_META_DATA_SERVER",

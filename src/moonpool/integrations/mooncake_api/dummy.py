@@ -10,7 +10,7 @@ import msgspec
 
 from moonpool.errors import ConfigError, ConnectionLost
 from moonpool.integrations.mooncake_api import names
-from moonpool.integrations.mooncake_api.joining import Joined, check_master
+from moonpool.integrations.mooncake_api.joining import Joined, messengers_of
 from moonpool.store.client import PoolClient
 from moonpool.wire.auth import security_from_environment
 
@@ -53,8 +53,6 @@ def join(server_address: str, local_buffer_size: int) -> Joined:
     except (OSError, msgspec.DecodeError) as e:
         raise ConnectionLost(f"no mooncake_client on this host: {e}", key=server_address) from e
     security = security_from_environment()
-    check_master(door.master, security)
+    messengers_of(door.master, security)
     pool = PoolClient.connect(door.master, messenger=door.socket, tenant=door.tenant, security=security)
-    joined = Joined(names.join(host, port), local_buffer_size, lambda: pool)
-    joined.on_close(pool.close)
-    return joined
+    return Joined(names.join(host, port), local_buffer_size, lambda: pool, owned=True)

@@ -7,26 +7,33 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 from typing import Protocol
 
 from moonpool.errors import ConfigError
 from moonpool.integrations.mooncake_api import names
 from moonpool.integrations.mooncake_api.config import parse_size
+from moonpool.integrations.mooncake_api.empty import EmptyPool
 from moonpool.integrations.mooncake_api.settings import Settings
 from moonpool.store.base import KVPool
 from moonpool.store.client import PoolClient
 from moonpool.store.messenger.disk import DiskConfig
 from moonpool.store.node import Node
+from moonpool.types import MessengerInfo
 from moonpool.wire import address as addresses
+from moonpool.wire import messages as m
 from moonpool.wire.auth import Security, security_from_environment
+from moonpool.wire.rpc import SocketChannel
 
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 20
+_RETRY_S = 1.0
 _MASTER_S = 2.5
-"""Seconds that a master has to answer; the peer waits for 90."""
+"""Seconds that a master has to answer."""
 
 
 class Segment(Protocol):
@@ -36,39 +43,34 @@ class Segment(Protocol):
 
 
 class Joined:
-    """An open store's place in a pool."""
+    """An open store's place in a pool. `connect` gives the pool, or None as long as it has no messenger; `owned`: it is closed
+    with this."""
 
     def __init__(
         self,
         name: str,
         local_buffer_size: int,
-        connect: Callable[[], KVPool],
-        add: Callable[[int], Segment] | None = None,
+        connect: Callable[[], KVPool | None],
+        add_segment: Callable[[int], Segment] | None = None,
+        *,
+        owned: bool = False,
     ) -> None:
         self.name, self.local_buffer_size = name, local_buffer_size
-        self._connect, self._add = connect, add
+        self._connect, self._add, self._owned = connect, add_segment, owned
         self._lock = threading.Lock()
-        self._pool: KVPool | None = None
         self._leave = contextlib.ExitStack()
+        self._tried = time.monotonic()
+        self._pool = connect() or EmptyPool()
 
     @property
     def pool(self) -> KVPool:
-        """Raises NotEnoughMessengers as long as there is none: a client may come before the first one."""
-        pool = self._pool
-        if pool is None:
+        """A client that came before the first messenger looks for one again, at most once a second."""
+        if isinstance(self._pool, EmptyPool):
             with self._lock:
-                if self._pool is None:
-                    self._pool = self._connect()
-                    self._leave.callback(self._pool.close)
-                pool = self._pool
-        return pool
-
-    @staticmethod
-    def over(pool: KVPool, name: str, local_buffer_size: int) -> Joined:
-        """On a pool that is open, and that stays open."""
-        joined = Joined(name, local_buffer_size, lambda: pool)
-        joined._pool = pool
-        return joined
+                if time.monotonic() - self._tried > _RETRY_S:
+                    self._tried = time.monotonic()
+                    self._pool = self._connect() or self._pool
+        return self._pool
 
     def add_segment(self, capacity: int) -> Segment:
         """Raises ConfigError, WireError."""
@@ -81,6 +83,8 @@ class Joined:
 
     def close(self) -> None:
         """Leave the pool. Twice is safe."""
+        if self._owned:
+            self._pool.close()
         self._leave.close()
 
 
@@ -88,24 +92,26 @@ def join_pool(settings: Settings) -> Joined:
     """Raises ConfigError for what is wrong with the settings, WireError if the master does not answer."""
     security = security_from_environment()
     master = str(addresses.parse(settings.master_server_addr))
-    check_master(master, security)
+    messengers_of(master, security)  # raises here and now, in place of a segment that nobody ever finds
     tenant = "" if settings.tenant_id == "default" else settings.tenant_id
     host, port = names.split(settings.local_hostname)
     extra = count(1)
 
     def node(capacity: int, name: str, listen: str) -> Node:
-        disk = _disk(settings)
+        disk = disk_at(settings.ssd_offload_path) if settings.enable_ssd_offload else None
         return Node(master, name=name, capacity=capacity, listen=listen, tenant=tenant, disk=disk, security=security)
 
-    def client() -> KVPool:
+    def client() -> KVPool | None:
+        if not messengers_of(master, security):
+            return None
         return PoolClient.connect(master, tenant=tenant, security=security)
 
     def segment(capacity: int) -> Segment:
-        return node(capacity, f"{name}#{next(extra)}", f"{_bind_host(host, security)}:0")
+        return node(capacity, f"{name}#{next(extra)}", f"{bind_host(host, security)}:0")
 
     if not settings.global_segment_size:
         name = names.join(host, port or names.free_port())
-        return Joined(name, settings.local_buffer_size, client, segment)
+        return Joined(name, settings.local_buffer_size, client, segment, owned=True)
     own = _own_node(node, settings, host, port, security)
     name = own.name
     joined = Joined(name, settings.local_buffer_size, lambda: own.pool, segment)
@@ -113,15 +119,20 @@ def join_pool(settings: Settings) -> Joined:
     return joined
 
 
-def check_master(address: str, security: Security) -> None:
-    """Raises WireError that names the address and the cause, within 3 s."""
+def messengers_of(master: str, security: Security) -> list[MessengerInfo]:
+    """Who belongs to the pool. Raises WireError with the address and the cause, within 3 s."""
+    channel = SocketChannel(master, _MASTER_S, security=security)
+    try:
+        return channel.call(m.ListMessengers(), m.Messengers).messengers
+    finally:
+        channel.close()
 
 
 def _own_node(
     node: Callable[[int, str, str], Node], settings: Settings, host: str, port: int | None, security: Security
 ) -> Node:
     """The messenger that holds this store's segment. A port that the caller named is taken or is an error; else any free one."""
-    bind = _bind_host(host, security)
+    bind = bind_host(host, security)
     for _ in range(_ATTEMPTS):
         chosen = port or names.free_port()
         listen = names.join(bind, 0 if settings.shares_engine else chosen)
@@ -134,7 +145,7 @@ def _own_node(
     raise refusal
 
 
-def _bind_host(host: str, security: Security) -> str:
+def bind_host(host: str, security: Security) -> str:
     """Where to listen: where the name leads if there is a secret, else on loopback, whatever the name."""
     if security.secret is not None:
         return host
@@ -143,10 +154,8 @@ def _bind_host(host: str, security: Security) -> str:
     return "127.0.0.1"
 
 
-def _disk(settings: Settings) -> DiskConfig | None:
-    if not settings.enable_ssd_offload:
-        return None
-    folder = settings.ssd_offload_path
+def disk_at(folder: str) -> DiskConfig:
+    """Bounded by MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES, or else by 80 % of what is free. Raises ConfigError."""
     limit = os.environ.get("MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES", "")
     try:
         capacity = parse_size(limit) if limit else int(shutil.disk_usage(_existing(folder)).free * 0.8)
@@ -155,7 +164,7 @@ def _disk(settings: Settings) -> DiskConfig | None:
     return DiskConfig(folder=folder, capacity=capacity)
 
 
-def _existing(folder: str) -> str:
-    while folder and not os.path.isdir(folder):
-        folder = os.path.dirname(folder.rstrip("/"))
-    return folder or "."
+def _existing(folder: str) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    path = Path(folder).absolute()
+    return next(p for p in (path, *path.parents) if p.is_dir())

@@ -10,7 +10,7 @@ from typing import Any
 
 from moonpool.errors import ConfigError, MoonpoolError, PoolClosed
 from moonpool.integrations.mooncake_api import dummy, settings
-from moonpool.integrations.mooncake_api.codes import coded, refused
+from moonpool.integrations.mooncake_api.codes import coded, refused, told
 from moonpool.integrations.mooncake_api.joining import Joined, join_pool
 from moonpool.integrations.mooncake_api.memory import MemoryPool, Ranges
 from moonpool.store.base import KVPool
@@ -32,7 +32,7 @@ class Life:
 
     # -- setting up
 
-    @coded
+    @told
     def setup(self, *args: Any, **kwargs: Any) -> int:
         """`setup(local_hostname, metadata_server, global_segment_size, local_buffer_size, protocol, rdma_devices,
         master_server_addr, engine=None, enable_ssd_offload=False, ssd_offload_path="", tenant_id="default",
@@ -42,7 +42,7 @@ class Life:
         """
         return self._open_with(lambda: join_pool(_settings(*args, **kwargs)))
 
-    @coded
+    @told
     def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
         """Join through the `mooncake_client` process at this address, which must be on this host. Needs no segment of its own.
 
@@ -54,7 +54,7 @@ class Life:
             self._memory = memory
         return code
 
-    @coded
+    @told
     def init_all(self, protocol: str, device_name: str, mount_segment_size: int = 16 << 20) -> int:
         """`setup` with the defaults of one machine: a segment of `mount_segment_size` bytes, the master at its usual place."""
         master = settings.DEFAULT_MASTER
@@ -75,7 +75,7 @@ class Life:
     def over(cls, pool: KVPool, name: str = "localhost:12300", *, local_buffer_size: int = 16 << 20) -> Any:
         """A store over a pool that is open already, and stays open when the store is closed."""
         store = cls()
-        store._open_with(lambda: Joined.over(pool, name, local_buffer_size))
+        store._open_with(lambda: Joined(name, local_buffer_size, lambda: pool))
         return store
 
     # -- state

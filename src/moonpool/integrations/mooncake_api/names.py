@@ -7,30 +7,25 @@ import random
 import socket
 
 from moonpool.errors import ConfigError
+from moonpool.wire import address as addresses
 
 _ATTEMPTS = 20
 
 
 def split(hostname: str) -> tuple[str, int | None]:
-    """Host and port of `host`, `host:port`, `[v6]:port` or a bare IPv6 address. Raises ConfigError for a port that is none."""
-    if hostname.startswith("["):
-        host, _, port = hostname[1:].partition("]")
-        port = port.removeprefix(":")
-    elif hostname.count(":") == 1:
-        host, _, port = hostname.partition(":")
-    else:
-        host, port = hostname, ""
-    if not host.strip() or "/" in host or host != host.strip():
-        raise ConfigError("not a host name", key="local_hostname", have=repr(hostname))
-    if not port:
-        return host, None
-    if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError("not a port", key="local_hostname", need="1 to 65535", have=repr(port))
-    return host, int(port)
+    """Host and port of `host`, `host:port` or `[v6]:port`. Raises ConfigError for what is none."""
+    address = addresses.parse(hostname, default_port=0)
+    if isinstance(address, addresses.UnixAddress):
+        raise ConfigError("a path, where a host is wanted", key=hostname, fix="Give a host name or an IP address.")
+    if addresses.is_wildcard(address):
+        raise ConfigError(
+            "a wildcard names no host", key=hostname, fix="Give the name under which others reach this host."
+        )
+    return address.host, address.port or None
 
 
 def join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return str(addresses.TcpAddress(host, port))
 
 
 def free_port() -> int:
