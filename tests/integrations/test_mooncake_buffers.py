@@ -81,6 +81,14 @@ class TestPool:
         assert store.registered == {first: 4096}
         assert pool.acquire(4096).ptr == first
 
+    def test_reuse_takes_no_more_room_each_time(self) -> None:
+        store = FakeStore(local_buffer_size=MIB)
+        pool = BufferPool(store, max_bytes=MIB)
+        for _ in range(5):
+            pool.acquire(MIB // 2).release()
+        assert list(store.registered.values()) == [MIB // 2]
+        pool.close()
+
     def test_drops_idle_buffers_when_another_size_needs_their_room(self) -> None:
         store = FakeStore(local_buffer_size=MIB)
         pool = BufferPool(store, max_bytes=MIB)

@@ -123,6 +123,13 @@ class TestRefusals:
         header = Header(0, (1 << 40, 1 << 40, 0), (1 << 40, 1 << 40, 0)).pack()
         assert parse(bytes_of(header)) is None
 
+    def test_more_axes_than_there_is_room_for(self) -> None:
+        good = bytearray(Header(3, (32,), (32,), (Axis(0, 0, 1),) * MAX_AXES, True).pack() + bytes(32))
+        good[SIZE : SIZE + 32] = good[176 : 176 + 32]  # a fifth one, in the data
+        assert parse(bytes_of(bytes(good))) is not None
+        struct.pack_into("<I", good, 168, MAX_AXES + 1)
+        assert parse(bytes_of(bytes(good))) is None
+
     @pytest.mark.parametrize("axis", [(4, 0, 1, -1), (1, 1, 1, 0), (1, -1, 2, 0), (1, 0, 2, 2), (1, 0, 2, -2)])
     def test_an_axis_that_is_none(self, axis: tuple[int, int, int, int]) -> None:
         kind, rank, pieces, split_dim = axis

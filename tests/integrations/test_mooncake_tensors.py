@@ -73,6 +73,7 @@ class TestWholeTensors:
             "grad": WHOLE.clone().requires_grad_(),
             "parameter": torch.nn.Parameter(WHOLE.clone()),
             "negative view": torch.complex(WHOLE, WHOLE).conj().imag,
+            "negative view of one": torch.complex(WHOLE[:1, :1], WHOLE[:1, 1:2]).conj().imag,
         }
         for key, tensor in strange.items():
             assert store.put_tensor(key, tensor) == 0, key
@@ -153,7 +154,11 @@ class TestWholeTensors:
     def test_bytes_and_back_without_a_store(self, store: FakeStore) -> None:
         header, address, size, owner = serialize_tensor(WHOLE.t())
         assert address == owner.data_ptr()
-        assert same(deserialize_tensor(header + ctypes.string_at(address, size)), WHOLE.t())
+        payload = header + ctypes.string_at(address, size)
+        found = deserialize_tensor(payload)
+        assert same(found, WHOLE.t())
+        found.zero_()
+        assert same(deserialize_tensor(payload), WHOLE.t())
 
 
 class TestConfig:
@@ -210,7 +215,7 @@ class TestPiecesByRank:
         assert store.objects == {}
 
     def test_the_first_failure_of_a_piece_is_the_answer(self, store: FakeStore) -> None:
-        store.full.add("k_tp_1")
+        store.full.add("k_tp_0")
         assert store.put_tensor_with_tp("k", WHOLE, tp_size=2) == -200
 
     def test_nothing_to_split(self, store: FakeStore) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.integrations.mooncake_api.tensors import ParallelAxis, ReadTarget, TensorParallelism, serialize_tensor
-from moonpool.integrations.mooncake_api.tensors.header import SIZE, Manifest, parse
+from moonpool.integrations.mooncake_api.tensors.header import SIZE, Axis, Header, Manifest, parse
 from tests.integrations.fake_mooncake import FakeStore
 
 INVALID = -600
@@ -310,6 +310,15 @@ class TestDamage:
                 assert torch.equal(found, WHOLE)
         store.objects["m__writer_manifest"] = Manifest(0, (8, 12, 4), 0, pieces).pack()
         assert reads(store, "m", target("full")) == [None, None]
+
+    def test_pieces_that_do_not_make_up_the_whole(self, store: FakeStore) -> None:
+        """Each is a tensor and all agree, but between them there would be memory that nobody wrote."""
+        for rank in range(2):
+            header = Header(0, shape=(2,), whole=(8,), axes=(Axis(1, rank, 2, 0),), shard=True)
+            store.objects[f"k_tp_{rank}"] = header.pack() + bytes(8)
+        assert store.get_tensor("k_tp_0") is not None
+        assert reads(store, "k", target("full", tp(0, 2))) == [None, None]
+        assert reads(store, "k", target("shard", tp(0, 1))) == [None, None]
 
     def test_a_header_that_claims_millions_of_pieces(self, store: FakeStore) -> None:
         store.put_tensor_with_parallelism("k", torch.ones(1), tp(0, 4096))

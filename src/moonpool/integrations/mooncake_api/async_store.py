@@ -20,12 +20,10 @@ class MooncakeDistributedStoreAsync(MooncakeDistributedStore):
         call = getattr(type(self), name.removeprefix(_PREFIX), None)
         if not name.startswith(_PREFIX) or not callable(call):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        bound = functools.partial(call, self)
 
         @functools.wraps(call)
         async def in_thread(*args: Any, **kwargs: Any) -> Any:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(None, functools.partial(bound, *args, **kwargs))
+            return await loop.run_in_executor(None, functools.partial(call, self, *args, **kwargs))
 
-        setattr(self, name, in_thread)  # found without us the next time
         return in_thread

@@ -53,7 +53,10 @@ def data_of(tensor: torch.Tensor) -> Bytes:
     """The memory of a contiguous CPU tensor, whose dtype numpy need not know."""
     import torch
 
-    return np.asarray(tensor.reshape(-1).view(torch.uint8).numpy())
+    flat = tensor.as_strided(
+        (tensor.numel(),), (1,)
+    )  # one element is contiguous whatever its stride, a view is not so lenient
+    return np.asarray(flat.view(torch.uint8).numpy())
 
 
 def decode(data: Bytes, header: Header) -> torch.Tensor:

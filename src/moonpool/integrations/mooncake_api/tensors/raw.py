@@ -55,11 +55,9 @@ def write(store: RawStore, pieces: Sequence[Piece], config: Config, *, replace: 
     extra = {} if config is None else {"config": config}
     if replace:
         return [store.upsert_parts(p.key, *(part.data for part in p.parts), **extra) for p in pieces]
-    filled = [[part for part in p.parts if len(part)] for p in pieces]
-    addresses = [[int(part.ctypes.data) for part in parts] for parts in filled]
-    codes = store.batch_put_from_multi_buffers(
-        [p.key for p in pieces], addresses, [[len(part) for part in parts] for parts in filled], **extra
-    )
+    addresses = [[int(part.ctypes.data) for part in p.parts] for p in pieces]
+    sizes = [[len(part) for part in p.parts] for p in pieces]
+    codes = store.batch_put_from_multi_buffers([p.key for p in pieces], addresses, sizes, **extra)
     return codes if len(codes) == len(pieces) else [INVALID] * len(pieces)
 
 
