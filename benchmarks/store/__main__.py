@@ -52,7 +52,7 @@ def main() -> int:
     if options.only:
         print("a part only: no figures written")
     else:
-        print(figures.write("bench-store", found))
+        print(figures.write("bench-store-quick" if options.quick else "bench-store", found))
     return 0
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -81,14 +81,15 @@ def _view(pool: KVPool, keys: list[str]) -> None:
 
 
 class Copies:
-    """Plain copies, piece by piece, between a segment as the pool makes it (mapped a second time, as a client has it) and the
-    side's own buffers: the best that a pool which copies could reach with as many threads."""
+    """Plain copies, piece by piece, between a segment as the pool makes it and the side's own buffers: the best that a pool which
+    copies could reach with as many threads."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
         self._segment = Segment.create(side.source.nbytes)
         self._shared = np.frombuffer(self._segment.view, dtype=np.uint8)
         self._shared[:] = 1
+        self._helpers = ThreadPoolExecutor()
 
     def rate(self, size: int, threads: int) -> dict[str, float]:
         """GiB/s into and out of the segment, in batches of `BATCH` pieces of `size` bytes."""
@@ -98,30 +99,20 @@ class Copies:
         return {"put": gib / into, "get": gib / out_of}
 
     def _seconds(self, source: np.ndarray, target: np.ndarray, size: int, threads: int) -> float:
-        starts = range(0, source.nbytes, size)
-        pairs = [(target[s : s + size], source[s : s + size]) for s in starts]
+        pairs = [(target[s : s + size], source[s : s + size]) for s in range(0, source.nbytes, size)]
         batches = [pairs[i : i + BATCH] for i in range(0, len(pairs), BATCH)]
 
         def run() -> None:
             for batch in batches:
-                _copy_together(batch, threads)
+                shared = iter(batch)  # a thread that comes late copies less
+                others = [self._helpers.submit(_copy, shared) for _ in range(threads - 1)]
+                _copy(shared)
+                for other in others:
+                    other.result()
 
         return timed(run)
 
-    def close(self) -> None:
-        del self._shared
-        self._segment.close()
 
-
-def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+def _copy(pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> None:
     for target, source in pairs:
         np.copyto(target, source)
-
-
-def _copy_together(pairs: Sequence[tuple[np.ndarray, np.ndarray]], threads: int) -> None:
-    others = [threading.Thread(target=_copy, args=(pairs[i::threads],)) for i in range(1, threads)]
-    for t in others:
-        t.start()
-    _copy(pairs[::threads])
-    for t in others:
-        t.join()

@@ -29,7 +29,7 @@ def tcp(plan: Plan) -> dict[str, object]:
         sides = stack.enter_context(Sides(plan.peer))
         measures: dict[str, Callable[[int], Mapping[str, float]]] = {}
         if shutil.which("iperf3"):
-            measures["iperf3"] = _iperf(there, address, 1 if plan.quick else 2)
+            measures["iperf3"] = _iperf(there, address, (256 if plan.quick else 6144) << 20)
         ours = sides.ours_remote(there, here, address, plan.segment, plan.buffer)
         if ours:
             measures["ours"] = batches(ours, _SIZE, plan)
@@ -55,18 +55,18 @@ def ratios(samples: Mapping[str, Samples]) -> dict[str, object]:
     return found
 
 
-def _iperf(there: list[str], address: str, seconds: int) -> Callable[[int], dict[str, float]]:
+def _iperf(there: list[str], address: str, volume: int) -> Callable[[int], dict[str, float]]:
     def measure(_: int) -> dict[str, float]:
         return {
-            "put": max(_carried(there, address, seconds, streams, []) for streams in (1, 2)),
-            "get": max(_carried(there, address, seconds, streams, ["--reverse"]) for streams in (1, 2)),
+            "put": max(_carried(there, address, volume, streams, []) for streams in (1, 2)),
+            "get": max(_carried(there, address, volume, streams, ["--reverse"]) for streams in (1, 2)),
         }
 
     return measure
 
 
-def _carried(there: list[str], address: str, seconds: int, streams: int, more: list[str]) -> float:
-    """GiB/s that the receiver got."""
+def _carried(there: list[str], address: str, volume: int, streams: int, more: list[str]) -> float:
+    """GiB/s that the receiver got, over `volume` bytes."""
     server = subprocess.Popen(
         [*there, "iperf3", "--server", "--one-off", "--bind", address, "--forceflush"],
         stdout=subprocess.PIPE,
@@ -76,7 +76,7 @@ def _carried(there: list[str], address: str, seconds: int, streams: int, more: l
         assert server.stdout
         while "listening" not in (line := server.stdout.readline()):
             assert line, "iperf3 does not start"
-        command = ["iperf3", "--client", address, "--time", str(seconds), "--parallel", str(streams), "--json", *more]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds + 20)
+        command = ["iperf3", "--client", address, "--bytes", str(volume), "--parallel", str(streams), "--json", *more]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
         server.stdout.read()
     return float(json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"]) / 8 / (1 << 30)
