@@ -94,6 +94,19 @@ _FAULTS = {
 }
 
 
+def test_a_write_is_acknowledged_after_its_bytes_and_its_name_are_on_disk(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    tier = open_tier(tmp_path, files=files, fsync=True)
+    files.calls.clear()
+    assert put(tier, "k", b"1")
+    assert files.calls == ["open", "write", "fsync", "close", "rename", "open folder", "fsync folder", "close"]
+    files.fault = lambda call, _: Fault() if call == "fsync folder" else None
+    assert not put(tier, "l", b"1")
+    assert "l" not in tier
+    assert tier.stats().failures == {"EIO": 1}
+    tier.close()
+
+
 @pytest.mark.parametrize("make", _FAULTS.values(), ids=_FAULTS)
 def test_one_failure_at_every_call_in_turn(tmp_path: Path, make: Callable[[], Fault]) -> None:
     calls = calls_of_scenario(tmp_path / "plain")

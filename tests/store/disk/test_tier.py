@@ -271,6 +271,17 @@ def test_a14_bytes_of_another_layout_miss_though_they_have_the_same_size(folder:
     new.close()
 
 
+def test_a14_a_record_of_another_layout_put_in_place_is_not_read(tmp_path: Path) -> None:
+    old, new = open_tier(tmp_path / "old", layout="v1"), open_tier(tmp_path / "new", layout="v2")
+    for tier in (old, new):
+        put(tier, "k", pattern("k", 4096))
+    path_of(tmp_path / "old", "k").rename(path_of(tmp_path / "new", "k"))
+    assert get(new, "k") is None
+    assert new.stats().dropped == {"other layout": 1}
+    old.close()
+    new.close()
+
+
 # -- what was removed stays away
 
 

@@ -259,8 +259,8 @@ class DiskTier:
             header = Header.unpack(head)
             if header.key != entry.key:
                 raise Damaged("other key")
-            if (header.size, header.layout) != (entry.size, self._layout):
-                raise Damaged("header")
+            if header.layout != self._layout:
+                raise Damaged("other layout")
             if header.checksum != checksum(out):
                 raise Damaged("payload")
             self._touch(entry, fd)
