@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from benchmarks.store.workload import Side, keys_of
-
-_PAUSE_S = 0.01
+from benchmarks.store.workload import PAUSE_S, Side, keys_of, until
 
 
 def store(side: Side, label: str, count: int, size: int) -> None:
@@ -44,7 +42,7 @@ def hammer(side: Side, label: str, count: int, size: int, seconds: float) -> dic
             good[name] += _works(side, call)
             longest[name] = max(longest[name], time.monotonic() - start)
         rounds += 1
-        time.sleep(_PAUSE_S)
+        time.sleep(PAUSE_S)
     found: dict[str, float] = {"rounds": rounds}
     found |= {f"{n}_ok": v for n, v in good.items()}
     return found | {f"{n}_longest_s": v for n, v in longest.items()}
@@ -53,22 +51,13 @@ def hammer(side: Side, label: str, count: int, size: int, seconds: float) -> dic
 def first_put(side: Side, label: str, size: int, timeout: float) -> float | None:
     """Seconds until a put succeeds; None if none does in time."""
     key = keys_of(label, 1)[0]
-    return _until(lambda: _works(side, lambda: side.put_one(key, 0, size)), timeout)
+    return until(lambda: _works(side, lambda: side.put_one(key, 0, size)), timeout)
 
 
 def gone(side: Side, label: str, count: int, timeout: float) -> float | None:
     """Seconds until none of the keys is said to exist; None if some still is after `timeout`."""
     keys = keys_of(label, count)
-    return _until(lambda: not any(side.exist(keys)), timeout)
-
-
-def _until(condition: Callable[[], bool], timeout: float) -> float | None:
-    start = time.monotonic()
-    while not condition():
-        if time.monotonic() - start > timeout:
-            return None
-        time.sleep(_PAUSE_S)
-    return time.monotonic() - start
+    return until(lambda: not any(side.exist(keys)), timeout)
 
 
 def _works(side: Side, call: Callable[[], object]) -> bool:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.store.workload import SMALL, Side, keys_of, percentile, timed
+from benchmarks.store.workload import SMALL, Side, keys_of, percentile, timed, until
 
 _BATCH = 1000
 _LOOKUP = 2048
@@ -21,6 +21,12 @@ def fill(side: Side, label: str, first: int, count: int) -> float:
         pieces = side.pieces(side.source, [i * SMALL for i in range(size)], SMALL)
         spent += timed(partial(side.put, keys_of(label, size, start), pieces))
     return spent
+
+
+def appears(side: Side, label: str, number: int, timeout: float) -> float | None:
+    """Seconds until this client, whose home is another messenger, is told that the key exists; None if it is not in time."""
+    key = keys_of(label, 1, number)[0]
+    return until(lambda: side.exist_one(key), timeout)
 
 
 def calls(side: Side, label: str, count: int) -> dict[str, float]:

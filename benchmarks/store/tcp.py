@@ -29,7 +29,7 @@ def tcp(plan: Plan) -> dict[str, object]:
         sides = stack.enter_context(Sides(plan.peer))
         measures: dict[str, Callable[[int], Mapping[str, float]]] = {}
         if shutil.which("iperf3"):
-            measures["iperf3"] = _iperf(there, address, (256 if plan.quick else 6144) << 20)
+            measures["iperf3"] = _iperf(there, address, (256 if plan.quick else 2048) << 20)
         ours = sides.ours_remote(there, here, address, plan.segment, plan.buffer)
         if ours:
             measures["ours"] = batches(ours, _SIZE, plan)

@@ -38,6 +38,7 @@ def commands(side: Side) -> dict[str, Callable[..., Any]]:
         "exist": workload.exist_rate,
         "fill": index_work.fill,
         "calls": index_work.calls,
+        "appears": index_work.appears,
         "store": failure_work.store,
         "readable": failure_work.readable,
         "hammer": failure_work.hammer,

@@ -19,6 +19,8 @@ import numpy as np
 KEY_LENGTH = 49
 """Characters of a key: a digest and a suffix, as engines use."""
 BATCH = 128
+PAUSE_S = 0.01
+"""Between two looks at something that is waited for."""
 SMALL = 64
 """Bytes of a value where only the key matters."""
 
@@ -81,6 +83,16 @@ def fill(source: np.ndarray) -> None:
 def timed(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
+    return time.perf_counter() - start
+
+
+def until(condition: Callable[[], bool], timeout: float) -> float | None:
+    """Seconds until the condition holds; None if it does not within `timeout`."""
+    start = time.perf_counter()
+    while not condition():
+        if time.perf_counter() - start > timeout:
+            return None
+        time.sleep(PAUSE_S)
     return time.perf_counter() - start
 
 
