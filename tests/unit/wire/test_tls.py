@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,36 +16,12 @@ from moonpool.wire import messages as m
 from moonpool.wire import rpc, tls
 from moonpool.wire.auth import Security, TlsFiles, load_security
 from moonpool.wire.dial import connect
+from tests.certificates import Authority, needs_openssl
 from tests.unit.wire.services import Fake
 
-pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="makes its certificates with the openssl command")
+pytestmark = needs_openssl
 
 SECRET = b"canary-secret-0123456789"
-
-
-class Authority:
-    """Signs certificates in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir()
-        self.ca = self._openssl("req", "-x509", "-subj", "/CN=test CA", "-keyout", "ca.key", "-out", "ca.pem")
-
-    def sign(self, name: str, alternatives: str) -> tuple[str, str]:
-        """Certificate and key."""
-        self._openssl("req", "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
-        (self.folder / "extensions").write_text(f"subjectAltName={alternatives}")
-        options = ["-CAcreateserial", "-days", "2", "-extfile", "extensions"]
-        pem = self._openssl(
-            "x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", *options, "-out", f"{name}.pem"
-        )
-        return pem, str(self.folder / f"{name}.key")
-
-    def _openssl(self, verb: str, *arguments: str) -> str:
-        """The last argument's path."""
-        new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"] if verb == "req" else []
-        subprocess.run(["openssl", verb, *new_key, *arguments], cwd=self.folder, check=True, capture_output=True)
-        return str(self.folder / arguments[-1])
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +33,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 def files(authority: Authority, who: str = "", **others: object) -> TlsFiles:
-    folder = authority.folder
-    own = {"cert": str(folder / f"{who}.pem"), "key": str(folder / f"{who}.key")} if who else {}
-    return TlsFiles(**{"ca": str(folder / "ca.pem"), **own, **others})  # type: ignore[arg-type]
+    return authority.files(who, **others)
 
 
 @pytest.fixture(autouse=True)
