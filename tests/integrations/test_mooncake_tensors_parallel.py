@@ -299,6 +299,14 @@ class TestDamage:
         store.upsert_tensor_with_parallelism("k", other, tp(1, 4))
         assert reads(store, "k", target("full", tp(0, 4))) == [None, None]
 
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_pieces_under_each_others_keys(self, store: FakeStore, layout: Any) -> None:
+        put_pieces(store, "k", layout, 2, 0)
+        one, other = (k for k in store.objects if not k.endswith("manifest"))
+        store.objects[one], store.objects[other] = store.objects[other], store.objects[one]
+        assert reads(store, "k", target("full", layout(0, 2))) == [None, None]
+        assert reads(store, "k", target("shard", layout(0, 2))) == [None, None]
+
     @pytest.mark.parametrize("pieces", [1, 3, 8, 1 << 30])
     def test_a_manifest_that_lies(self, store: FakeStore, pieces: int) -> None:
         """With tp alone the pieces themselves tell better; else there is no other place to look."""
