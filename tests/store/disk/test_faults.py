@@ -149,10 +149,11 @@ def fail_at(folder: Path, at: int, fault: Fault) -> None:
     ],
     ids=lambda kinds: "+".join(sorted(kinds)),
 )
-def test_a_kind_of_call_that_fails_for_a_while(tmp_path: Path, kinds: set[str], error: int) -> None:
+@pytest.mark.parametrize("capacity", [CAPACITY, 4 * MIB], ids=["full", "roomy"])
+def test_a_kind_of_call_that_fails_for_a_while(tmp_path: Path, kinds: set[str], error: int, capacity: int) -> None:
     with no_leaks():
         files = FaultyFiles()
-        model = Model(open_tier(tmp_path, CAPACITY, files=files, fsync=True))
+        model = Model(open_tier(tmp_path, capacity, files=files, fsync=True))
         scenario(model)
         files.fault = lambda call, _: Fault(error) if call in kinds else None
         scenario(model)
@@ -247,6 +248,41 @@ def test_a_removed_object_whose_file_cannot_go_is_gone_and_its_bytes_are_not_giv
     assert tier.stats().left_behind == 0
     assert tier.stats().bytes == taken_on_disk(tmp_path)
     assert len(record_paths(tmp_path)) == 1
+    tier.close()
+
+
+def test_a_new_record_in_the_place_of_a_file_that_could_not_go_is_not_removed_with_it(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    tier = open_tier(tmp_path, files=files)
+    put(tier, "k", pattern("k", SIZE))
+    files.fault = lambda call, _: Fault() if call == "unlink" else None
+    tier.remove("k")
+    assert put(tier, "k", pattern("k", SIZE, 1))
+    files.fault = lambda call, _: None
+    put(tier, "other", b"1")  # tries again to remove what was left
+    assert get(tier, "k") == pattern("k", SIZE, 1)
+    assert tier.stats().bytes == taken_on_disk(tmp_path)
+    tier.check_integrity()
+    tier.close()
+
+
+def test_a_file_that_cannot_go_while_it_is_read_is_counted_once(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    tier = open_tier(tmp_path, files=files)
+    put(tier, "k", pattern("k", SIZE))
+
+    def fault(call: str, _: int) -> Fault | None:
+        if call == "read":  # in the middle of the read, somebody removes it
+            files.fault = lambda call, _: Fault() if call == "unlink" else None
+            tier.remove("k")
+        return None
+
+    files.fault = fault
+    assert get(tier, "k") == pattern("k", SIZE)
+    assert tier.stats().bytes == taken_on_disk(tmp_path)
+    files.fault = lambda call, _: None
+    put(tier, "other", b"1")
+    assert tier.stats().bytes == taken_on_disk(tmp_path)
     tier.close()
 
 
