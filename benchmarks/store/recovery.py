@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -107,13 +108,19 @@ def _holder(holder: Worker, other: Worker, size: int, kill: Callable[[], None]) 
 
 
 def _no_master() -> dict[str, object]:
-    """How long it takes to be told that there is no master, and in what words."""
+    """How long it takes to be told that there is no master, or that it does not answer, and in what words."""
+    found = _refusal("no_master", f"127.0.0.1:{free_port()}")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        return found | _refusal("silent_master", f"127.0.0.1:{silent.getsockname()[1]}")
+
+
+def _refusal(what: str, address: str) -> dict[str, object]:
     begun = time.monotonic()
     try:
-        PoolClient.connect(f"127.0.0.1:{free_port()}").close()
-        raise AssertionError("connected to nobody")
+        PoolClient.connect(address).close()
     except MoonpoolError as e:
-        return {"no_master_fails_after": time.monotonic() - begun, "no_master_says": str(e)}
+        return {f"{what}_fails_after": time.monotonic() - begun, f"{what}_says": str(e)}
+    raise AssertionError("connected to nobody")
 
 
 def _peer_without_master(python: Path) -> dict[str, object]:
