@@ -85,7 +85,7 @@ class TransferEngine:
             directory = directory_of(metadata_server, security)
             self._node = EngineNode(name, directory, listen_address(name, security), security)
         except MoonpoolError as e:
-            log.error("cannot initialize: %s", e)
+            log.error("cannot initialize: %s", str(e))
             return _FAILED
         self._threads = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="engine-async")
         weakref.finalize(self, _stop, self._node, self._threads)
@@ -165,7 +165,7 @@ class TransferEngine:
         try:
             regions = self._checked().describe(segment_name)
         except MoonpoolError as e:
-            log.warning("%s", e)
+            log.warning("%s", str(e))
             return 0
         return regions[0][0] if regions else 0
 
@@ -295,10 +295,10 @@ class TransferEngine:
         try:
             self._checked().describe(peer_server_name)
         except (NotFound, ConfigError) as e:
-            log.warning("probe: %s", e)
+            log.warning("probe: %s", str(e))
             return _NO_METADATA
         except MoonpoolError as e:
-            log.warning("probe: %s", e)
+            log.warning("probe: %s", str(e))
             return _NO_SOCKET
         return 0
 
@@ -313,7 +313,7 @@ class TransferEngine:
         try:
             call(self._checked())
         except MoonpoolError as e:
-            log.error("%s", e)
+            log.error("%s", str(e))
             return (
                 _OVERLAPPED if isinstance(e, Overlap) else _NOT_REGISTERED if isinstance(e, NotRegistered) else _FAILED
             )
@@ -330,14 +330,10 @@ class TransferEngine:
     ) -> int:
         try:
             node = self._checked()
-            ops = ops_of("write" if opcode == Write else "read", buffers, peers, sizes)
-            node.transfer(target, ops, self._timeout_s + sum(sizes) / _GIB)
-            if notify is not None:
-                node.notify(target, notify.name, notify.msg)
-        except (MoonpoolError, ValueError) as e:
-            log.error("transfer with %s failed: %s", target, e)
+        except MoonpoolError as e:
+            log.error("%s", str(e))
             return _FAILED
-        return 0
+        return _transfer(node, self._timeout_s, target, buffers, peers, sizes, opcode, notify)
 
     def _submit(
         self, target: str, buffers: Sequence[int], peers: Sequence[int], sizes: Sequence[int], opcode: _Opcode
@@ -347,7 +343,7 @@ class TransferEngine:
             if not node.knows(target):
                 node.describe(target)  # who cannot be reached is said now
         except MoonpoolError as e:
-            log.error("cannot submit to %s: %s", target, e)
+            log.error("cannot submit to %s: %s", target, str(e))
             return 0
         assert self._threads is not None
         with self._lock:
@@ -355,8 +351,32 @@ class TransferEngine:
                 log.error("%d batches wait for somebody to ask for their status", _MAX_BATCHES)
                 return 0
             id_ = next(self._ids)
-            self._batches[id_] = self._threads.submit(self._sync, target, buffers, peers, sizes, opcode)
+            self._batches[id_] = self._threads.submit(
+                _transfer, node, self._timeout_s, target, buffers, peers, sizes, opcode, None
+            )
         return id_
+
+
+def _transfer(
+    node: EngineNode,
+    timeout_s: float,
+    target: str,
+    buffers: Sequence[int],
+    peers: Sequence[int],
+    sizes: Sequence[int],
+    opcode: TransferOpcode,
+    notify: TransferNotify | None,
+) -> int:
+    """Does not know the engine, which may end while this runs in a thread of its."""
+    try:
+        ops = ops_of("write" if opcode == Write else "read", buffers, peers, sizes)
+        node.transfer(target, ops, timeout_s + sum(sizes) / _GIB)
+        if notify is not None:
+            node.notify(target, notify.name, notify.msg)
+    except (MoonpoolError, ValueError) as e:
+        log.error("transfer with %s failed: %s", target, str(e))
+        return _FAILED
+    return 0
 
 
 def _stop(node: EngineNode, threads: ThreadPoolExecutor) -> None:
