@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from moonpool.integrations.mooncake_api.store import MooncakeDistributedStore
@@ -15,7 +15,7 @@ _PREFIX = "async_"
 class MooncakeDistributedStoreAsync(MooncakeDistributedStore):
     """The store's own calls work as before. Cancelling a coroutine does not stop the call that a thread is in."""
 
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         """Only asked for what is not there. Raises AttributeError for a name that stands for no call."""
         call = getattr(type(self), name.removeprefix(_PREFIX), None)
         if not name.startswith(_PREFIX) or not callable(call):
