@@ -11,6 +11,9 @@
     ├── PoolError                 one key's operation failed
     │   ├── NotFound              no such object
     │   ├── NoSpace               nothing can be evicted to make room
+    │   │   ├── NotEnoughMessengers   fewer than the copies that were asked for
+    │   │   ├── QuotaExceeded     the tenant holds all that it may
+    │   │   └── Draining          the messenger is being emptied and takes nothing new
     │   ├── ObjectTooLarge        larger than the segment could ever hold
     │   ├── KeyBusy               another writer is putting this key
     │   ├── LeaseExpired          a read or write handle outlived its time
@@ -92,6 +95,15 @@ class NotFound(PoolError): ...
 
 
 class NoSpace(PoolError): ...
+
+
+class NotEnoughMessengers(NoSpace): ...
+
+
+class QuotaExceeded(NoSpace): ...
+
+
+class Draining(NoSpace): ...
 
 
 class ObjectTooLarge(PoolError): ...

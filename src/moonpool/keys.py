@@ -132,3 +132,8 @@ class PageKey:
         """The key behind `text`; None for a key that is no Moonpool page (the pool stores any key)."""
         m = _KEY.fullmatch(text)
         return PageKey(m[1], int(m[2]), m[3], m[4] or "") if m else None
+
+
+def owner_of(text: str) -> str:
+    """`PageKey.parse(text).owner` without making the rest; empty for a key that is no page."""
+    return text[4:36] if text.startswith("mp1:") and _KEY.fullmatch(text) else ""

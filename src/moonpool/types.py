@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -24,6 +24,88 @@ class Put(Enum):
 
 
 PutOutcome: TypeAlias = Put | MoonpoolError
+
+
+class Removed(Enum):
+    """What became of a removal. Only `REMOVED` is true."""
+
+    REMOVED = "removed"
+    MISSING = "missing"
+    PINNED = "pinned"
+    """Hard-pinned, and the removal was not forced."""
+
+    def __bool__(self) -> bool:
+        return self is Removed.REMOVED
+
+
+class Pin(Enum):
+    """How an object stands towards eviction."""
+
+    NONE = "none"
+    SOFT = "soft"
+    """Evicted only when no unpinned object is left, until its time is up; reading does not extend it."""
+    HARD = "hard"
+    """Never evicted."""
+
+
+class PutOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to store. The defaults are a plain put."""
+
+    replicas: int = 1
+    """Copies, each on a messenger of its own."""
+    strict_replicas: bool = True
+    """Too few messengers: NotEnoughMessengers, and nothing is evicted. False: as many copies as there are messengers."""
+    preferred: tuple[str, ...] = ()
+    """Names of messengers to try first, in this order."""
+    pin: Pin = Pin.NONE
+    soft_pin_ttl_s: float = 1800.0
+    groups: tuple[str, ...] = ()
+    """Empty, or one group name per item, "" for none. A group is touched and evicted as a whole."""
+    replace: bool = False
+    """At the commit the new object takes the place of one that is there, atomically; open reads keep the old bytes."""
+
+
+class Replica(msgspec.Struct, frozen=True):
+    """One copy of an object."""
+
+    messenger: str
+    address: str
+    """Of the messenger: `host:port`, or its socket's path."""
+    size: int
+    tier: Literal["memory", "disk"]
+    pin: Pin = Pin.NONE
+    offset: int = 0
+    """In the segment; figures only, since nobody but the messenger may act on it."""
+
+
+class MessengerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A messenger as the master knows it; the figures are those of its last heartbeat."""
+
+    name: str
+    socket: str
+    listen: str = ""
+    """`host:port` for other machines; empty if it serves this machine only."""
+    host: str = ""
+    """Equal for messengers and clients that can share memory."""
+    capacity: int = 0
+    used: int = 0
+    objects: int = 0
+    draining: bool = False
+
+
+class TaskStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A copy or move of one object between messengers."""
+
+    id: str
+    kind: Literal["copy", "move"]
+    key: str
+    source: str
+    targets: tuple[str, ...]
+    state: Literal["pending", "running", "done", "failed"]
+    done: int = 0
+    """Bytes copied."""
+    total: int = 0
+    error: str = ""
 
 
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
@@ -64,6 +146,14 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
     evictions: int = 0
     revoked: int = 0
     events_dropped: int = 0
+    disk_used: int = 0
+    disk_objects: int = 0
+    disk_reads: int = 0
+    disk_writes: int = 0
+    disk_failures: int = 0
+    """Writes that failed and reads that found damage: the copy on disk does not exist then."""
+    lost_unspilled: int = 0
+    """Evicted before the disk tier had a copy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,11 +138,11 @@ class Messenger(RuleBasedStateMachine):
 
     @rule(wanted=st.lists(keys, max_size=3))
     def remove(self, wanted: list[str]) -> None:
-        assert self.state.remove(wanted) == [self.visible.pop(k, None) is not None for k in wanted]
+        assert [bool(r) for r in self.state.remove(wanted)] == [self.visible.pop(k, None) is not None for k in wanted]
 
     @rule(session=sessions)
     def end_session(self, session: int) -> None:
-        self.state.end_session(session)
+        self.state.release(self.state.end_session(session))
         self.reads = {h: r for h, r in self.reads.items() if r.session != session}
         self.writes = {h: w for h, w in self.writes.items() if w.session != session}
         self.owner = {k: h for k, h in self.owner.items() if h in self.writes}
@@ -173,7 +173,7 @@ class Messenger(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for session in (1, 2, 3, 99):
-            self.state.end_session(session)
+            self.state.release(self.state.end_session(session))
         self.state.remove(KEYS)
         assert self.state.stats().used == 0
 

@@ -10,16 +10,18 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from moonpool.types import PoolEvent, PoolStats
+from moonpool.types import MessengerInfo, Pin, PoolEvent, PoolStats, PutOptions, Removed, TaskStatus
 
 MAX_BATCH = 65536
 MAX_KEY = 1024
 MAX_SIZE = 1 << 48
+MAX_TENANT = 64
 
 Key: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY)]
 Keys: TypeAlias = Annotated[list[Key], msgspec.Meta(max_length=MAX_BATCH)]
 Ids: TypeAlias = Annotated[list[int], msgspec.Meta(max_length=MAX_BATCH)]
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
+Tenant: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TENANT, pattern=r"^[A-Za-z0-9._@/-]*$")]
 Items: TypeAlias = Annotated[list[tuple[Key, Size]], msgspec.Meta(max_length=MAX_BATCH)]
 
 
@@ -30,7 +32,9 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True): ...
 
 
 class Hello(Message, frozen=True):
-    """Who are you? The version stands in the frame."""
+    """Who are you? The version stands in the frame. What this session does from now on, it does as this tenant."""
+
+    tenant: Tenant = ""
 
 
 class Error(Message, frozen=True):
@@ -53,10 +57,15 @@ class Welcome(Message, frozen=True):
     generation: str
     """Changes with every start of the messenger: what was learnt from another generation is void."""
     capacity: int
+    name: str = ""
+    region: int = 0
+    """Of the segment, for transfers from other machines; 0 if there are none."""
+    region_generation: int = 0
 
 
 class Reserve(Message, frozen=True):
     items: Items
+    options: PutOptions | None = None
 
 
 class Span(Message, frozen=True):
@@ -101,6 +110,8 @@ class Opened(Message, frozen=True):
 
 
 class CloseRead(Message, frozen=True):
+    """The answer's flags say which leases were still held: what was read through another one is not to be believed."""
+
     leases: Ids
 
 
@@ -126,6 +137,78 @@ class Exist(Message, frozen=True):
 
 class Remove(Message, frozen=True):
     keys: Keys
+    force: bool = False
+
+
+class Removals(Message, frozen=True):
+    values: list[Removed]
+
+
+class RemoveAll(Message, frozen=True):
+    """All that the session's tenant has here."""
+
+    force: bool = False
+
+
+class Count(Message, frozen=True):
+    value: int
+
+
+class ListKeys(Message, frozen=True):
+    """The next page of the tenant's keys, or the first one (`restart`)."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH)]
+    restart: bool = False
+
+
+class KeyPage(Message, frozen=True):
+    """Empty: that was all."""
+
+    keys: list[str]
+
+
+class DescribeObjects(Message, frozen=True):
+    keys: Keys
+
+
+class Description(msgspec.Struct, frozen=True, array_like=True):
+    size: int
+    in_memory: bool
+    pin: Pin
+    pinned_for_s: float
+    offset: int
+
+
+class Descriptions(Message, frozen=True):
+    items: list[Description | None]
+
+
+class Pull(Message, frozen=True):
+    """Copy these from another messenger; `move` removes them there afterwards. The answer's ids are those of `GetTasks`."""
+
+    keys: Keys
+    source: str
+    """Name of the messenger that has them."""
+    address: str
+    move: bool
+
+
+class Started(Message, frozen=True):
+    ids: list[str]
+
+
+class GetTask(Message, frozen=True):
+    id: Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Task(Message, frozen=True):
+    status: TaskStatus
+
+
+class Drain(Message, frozen=True):
+    """Take nothing new from now on, or do so again. An admin's verb."""
+
+    on: bool
 
 
 class Flags(Message, frozen=True):
@@ -165,18 +248,24 @@ class Stats(Message, frozen=True):
 class Register(Message, frozen=True):
     """A messenger joins, or joins again after the master's or its own restart."""
 
-    name: Key
-    socket: Key
+    info: MessengerInfo
     generation: str
 
 
 class Registered(Message, frozen=True):
     generation: str
     """The master's; a change means that it remembers nothing."""
+    quotas: dict[str, int] = {}
+    """What this messenger may hold of each tenant that has a quota."""
 
 
 class Heartbeat(Message, frozen=True):
-    name: Key
+    """Sign of life. While the connection that it came over is open, the messenger lives; when it breaks, it is gone."""
+
+    info: MessengerInfo
+    generation: str
+    tenants: dict[str, int]
+    """Bytes held, by tenant."""
 
 
 class Publish(Message, frozen=True):
@@ -191,9 +280,9 @@ class ListMessengers(Message, frozen=True): ...
 
 
 class Messengers(Message, frozen=True):
-    """(name, socket) of those alive."""
+    """Those alive."""
 
-    messengers: list[tuple[str, str]]
+    messengers: list[MessengerInfo]
 
 
 class Locate(Message, frozen=True):
@@ -204,6 +293,22 @@ class Located(Message, frozen=True):
     """Names of the messengers that hold each key."""
 
     holders: list[list[str]]
+
+
+class SetQuota(Message, frozen=True):
+    """Bytes that a tenant may hold in the whole pool; None = no limit. An admin's verb."""
+
+    tenant: Tenant
+    limit: Size | None
+
+
+class GetQuotas(Message, frozen=True): ...
+
+
+class Quotas(Message, frozen=True):
+    """By tenant: (limit or -1, bytes held as of the last heartbeats)."""
+
+    tenants: dict[str, tuple[int, int]]
 
 
 class GetC2C(Message, frozen=True): ...
@@ -244,27 +349,19 @@ MessengerRequest: TypeAlias = (
     | Announce
     | Exist
     | Remove
+    | RemoveAll
+    | ListKeys
+    | DescribeObjects
+    | Pull
+    | GetTask
+    | Drain
     | Subscribe
     | NextEvents
     | GetStats
 )
-MasterRequest: TypeAlias = Hello | Register | Heartbeat | Publish | ListMessengers | Locate | GetC2C
-EngineRequest: TypeAlias = Hello | Describe | Notify
-Reply: TypeAlias = (
-    Error
-    | Done
-    | Welcome
-    | Reserved
-    | Committed
-    | Opened
-    | Matches
-    | Flags
-    | Subscribed
-    | Events
-    | Stats
-    | Registered
-    | Messengers
-    | Located
-    | C2C
-    | Described
+MasterRequest: TypeAlias = (
+    Hello | Register | Heartbeat | Publish | ListMessengers | Locate | SetQuota | GetQuotas | GetStats | GetC2C
 )
+ADMIN: tuple[type[Message], ...] = (Drain, SetQuota)
+"""Verbs that only an admin may use."""
+EngineRequest: TypeAlias = Hello | Describe | Notify

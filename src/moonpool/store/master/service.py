@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from moonpool.clock import Clock, SystemClock
-from moonpool.errors import ProtocolError
+from moonpool.errors import NotFound, ProtocolError
 from moonpool.store.master.state import MasterState
+from moonpool.store.messenger.tenants import scoped
+from moonpool.types import MessengerInfo, PoolStats
 from moonpool.wire import messages as m
 from moonpool.wire.rpc import Service
 
@@ -16,12 +19,24 @@ from moonpool.wire.rpc import Service
 class MasterService(Service):
     requests = m.MasterRequest
 
-    def __init__(self, c2c_config: bytes = b"", *, clock: Clock | None = None, expiry_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        c2c_config: bytes = b"",
+        *,
+        clock: Clock | None = None,
+        expiry_s: float = 10.0,
+        quotas: Mapping[str, int] | None = None,
+    ) -> None:
         self.generation = secrets.token_hex(8)
         self._c2c = c2c_config
         self._state = MasterState(clock or SystemClock(), expiry_s=expiry_s)
+        for tenant, limit in (quotas or {}).items():
+            self._state.set_quota(tenant, limit)
         self._lock = threading.Lock()
         self._sessions = 0
+        self._tenants: dict[int, str] = {}
+        self._beating: dict[int, tuple[str, str]] = {}
+        """Name and generation of the messenger whose heartbeats come over a session."""
 
     def open_session(self) -> int:
         with self._lock:
@@ -29,34 +44,66 @@ class MasterService(Service):
             return self._sessions
 
     def close_session(self, session: int) -> None:
-        """A session holds nothing: a messenger whose connection breaks is still alive until its heartbeats stop."""
+        """When the connection of its heartbeats breaks, a messenger is gone. If it lives, it comes back and tells all anew."""
+        self._tenants.pop(session, None)
+        beating = self._beating.pop(session, None)
+        if beating:
+            with self._lock:
+                self._state.forget(*beating)
 
     def tick(self) -> None:
         with self._lock:
             self._state.tick()
 
     def handle(self, session: int, request: Any) -> m.Message:
+        if isinstance(request, m.Heartbeat) and not self._state.seen(request.info.name):  # before any lock
+            raise NotFound("no such messenger", key=request.info.name, fix="Register first.")
         with self._lock:
-            return self._answer(request)
+            return self._answer(session, request)
 
-    def _answer(self, request: Any) -> m.Message:
+    def _answer(self, session: int, request: Any) -> m.Message:
+        state = self._state
         match request:
-            case m.Hello():
+            case m.Hello(tenant):
+                self._tenants[session] = tenant
                 return m.Registered(self.generation)
-            case m.Register(name, socket, generation):
-                self._state.register(name, socket, generation)
-                return m.Registered(self.generation)
-            case m.Heartbeat(name):
-                self._state.heartbeat(name)
-                return m.Registered(self.generation)
+            case m.Register(info, generation):
+                state.register(info, generation)
+                return m.Registered(self.generation, state.quotas_for(info.name))
+            case m.Heartbeat(info, generation, tenants):
+                state.report(info, tenants)
+                self._beating[session] = (info.name, generation)
+                return m.Registered(self.generation, state.quotas_for(info.name))
             case m.Publish(name, added, removed):
-                self._state.publish(name, added, removed)
+                state.publish(name, added, removed)
                 return m.Registered(self.generation)
             case m.ListMessengers():
-                return m.Messengers(self._state.messengers())
+                return m.Messengers(state.messengers())
             case m.Locate(keys):
-                return m.Located(self._state.locate(keys))
+                return m.Located(state.locate(scoped(self._tenants.get(session, ""), keys)))
+            case _:
+                return self._answer_rest(request)
+
+    def _answer_rest(self, request: Any) -> m.Message:
+        match request:
+            case m.SetQuota(tenant, limit):
+                self._state.set_quota(tenant, limit)
+                return m.Done()
+            case m.GetQuotas():
+                return m.Quotas(self._state.quotas())
+            case m.GetStats():
+                return m.Stats(PoolStats(objects=self._state.keys))
             case m.GetC2C():
                 return m.C2C(self._c2c)
             case _:
                 raise ProtocolError("not a master's request", have=type(request).__name__)
+
+    # -- for the owner and tests
+
+    def messengers(self) -> list[MessengerInfo]:
+        with self._lock:
+            return self._state.messengers()
+
+    def keys(self) -> int:
+        with self._lock:
+            return self._state.keys

@@ -1,11 +1,15 @@
 """Space in the segment: a pure offset allocator. Best fit, neighbours merged, every block aligned.
 
 |  used  |  free  |  used  |      free      |        free blocks are never adjacent
+
+Free blocks are kept by size. Different sizes must add up to no more than the capacity, so a segment of n bytes has fewer than
+√(2n/ALIGN) of them, and a call costs a search in a list that short however many blocks are free.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 ALIGN = 64
 """A cache line; also enough for any dtype's alignment."""
@@ -24,8 +28,10 @@ class Allocator:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity // ALIGN * ALIGN
         self.used = 0
-        self._used: dict[int, int] = {}
-        self._by_size: list[tuple[int, int]] = []
+        self._sizes: list[int] = []
+        """The sizes of free blocks, ascending, each once."""
+        self._of_size: dict[int, dict[int, None]] = {}
+        """Starts of the free blocks of each size; the one freed last, whose memory is warm, is taken first."""
         self._by_start: dict[int, int] = {}
         self._by_end: dict[int, int] = {}
         if self.capacity:
@@ -33,36 +39,47 @@ class Allocator:
 
     @property
     def largest_free(self) -> int:
-        return self._by_size[-1][0] if self._by_size else 0
+        return self._sizes[-1] if self._sizes else 0
 
     def allocate(self, size: int) -> int | None:
         """Offset of a block of at least `size` bytes; None if no free block is that large. Size 0 takes no space."""
         need = rounded(size)
         if need == 0:
             return 0
-        at = bisect_left(self._by_size, (need, 0))
-        if at == len(self._by_size):
+        at = bisect_left(self._sizes, need)
+        if at == len(self._sizes):
             return None
-        block, start = self._by_size.pop(at)
+        block = self._sizes[at]
+        starts = self._of_size[block]
+        start = starts.popitem()[0]
+        if not starts:
+            del self._of_size[block]
+            del self._sizes[at]
         del self._by_start[start]
         if block > need:  # the rest keeps its end
-            rest = start + need
-            insort(self._by_size, (block - need, rest))
-            self._by_start[rest] = block - need
-            self._by_end[start + block] = rest
+            self._by_end[start + block] = start + need
+            self._by_start[start + need] = block - need
+            self._list(start + need, block - need)
         else:
             del self._by_end[start + block]
-        self._used[start] = need
         self.used += need
         return start
 
+    def would_be_free(self, offset: int, size: int) -> int:
+        """Size of the free block that freeing this used one would leave."""
+        block = rounded(size)
+        before = offset - self._by_end.get(offset, offset)
+        return before + block + self._by_start.get(offset + block, 0)
+
     def free(self, offset: int, size: int) -> None:
-        """Give back what `allocate(size)` returned. Giving back twice is a bug of the caller and raises KeyError."""
-        if rounded(size) == 0:
+        """Give back what `allocate(size)` returned. Giving back twice is a bug of the caller; what can be noticed raises KeyError."""
+        block = rounded(size)
+        if block == 0:
             return
-        block = self._used.pop(offset)
-        self.used -= block
         start, end = offset, offset + block
+        if start in self._by_start or end in self._by_end or not 0 <= start < end <= self.capacity:
+            raise KeyError(offset)
+        self.used -= block
         if start in self._by_end:
             before = self._by_end[start]
             self._remove(before, start - before)
@@ -74,19 +91,30 @@ class Allocator:
         self._insert(start, end - start)
 
     def _insert(self, start: int, size: int) -> None:
-        insort(self._by_size, (size, start))
         self._by_start[start] = size
         self._by_end[start + size] = start
+        self._list(start, size)
+
+    def _list(self, start: int, size: int) -> None:
+        starts = self._of_size.get(size)
+        if starts is None:
+            starts = self._of_size[size] = {}
+            insort(self._sizes, size)
+        starts[start] = None
 
     def _remove(self, start: int, size: int) -> None:
-        del self._by_size[bisect_left(self._by_size, (size, start))]
+        starts = self._of_size[size]
+        del starts[start]
+        if not starts:
+            del self._of_size[size]
+            del self._sizes[bisect_left(self._sizes, size)]
         del self._by_start[start]
         del self._by_end[start + size]
 
-    def check_integrity(self) -> None:
-        """Blocks tile the segment without gap or overlap, and no two free ones touch."""
+    def check_integrity(self, used: Iterable[tuple[int, int]]) -> None:
+        """The caller's (offset, size) in use and the free blocks tile the segment, and no two free ones touch."""
         blocks = sorted(
-            [(s, n, False) for s, n in self._used.items()] + [(s, n, True) for s, n in self._by_start.items()]
+            [(s, rounded(n), False) for s, n in used if n] + [(s, n, True) for s, n in self._by_start.items()]
         )
         at, was_free = 0, False
         for start, size, free in blocks:
@@ -96,7 +124,7 @@ class Allocator:
             assert not (free and was_free), f"unmerged free blocks at {start}"
             at, was_free = start + size, free
         assert at == self.capacity
-        assert self.used == sum(self._used.values())
-        assert sorted(self._by_size) == self._by_size
-        assert {(s, n) for n, s in self._by_size} == set(self._by_start.items())
-        assert {(e - s, s) for e, s in self._by_end.items()} == {(n, s) for n, s in self._by_size}
+        assert self.used == self.capacity - sum(self._by_start.values())
+        assert self._sizes == sorted(self._of_size)
+        assert {(s, n) for n, starts in self._of_size.items() for s in starts} == set(self._by_start.items())
+        assert {(e - s, s) for e, s in self._by_end.items()} == {(n, s) for s, n in self._by_start.items()}

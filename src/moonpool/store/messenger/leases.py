@@ -43,6 +43,13 @@ class Ledger(Generic[T]):
         held.add(key)
         return key
 
+    def get(self, session: int, key: int) -> T:
+        """The entry, still held. Raises LeaseExpired if this session does not hold it (any more)."""
+        owner, entry = self._entries.get(key, (None, None))
+        if owner != session:
+            raise LeaseExpired("no such handle of this session", key=str(key))
+        return entry  # type: ignore[return-value]  # an owner was found, so the entry is a T
+
     def take(self, session: int, key: int) -> T:
         """Release: the entry is the caller's now. Raises LeaseExpired if this session does not hold it (any more)."""
         owner, entry = self._entries.get(key, (None, None))

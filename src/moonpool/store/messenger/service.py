@@ -4,38 +4,103 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+import msgspec
+
 from moonpool.clock import Clock, SystemClock
-from moonpool.errors import ConnectionLost, MoonpoolError, ProtocolError
+from moonpool.errors import ConnectionLost, MoonpoolError, ProtocolError, Unsupported
+from moonpool.store.messenger.below import Below
+from moonpool.store.messenger.disk import DiskTier
+from moonpool.store.messenger.quarantine import Process, Quarantine
 from moonpool.store.messenger.state import Changes, Limits, MessengerState, Reserved
+from moonpool.store.messenger.tasks import Tasks
+from moonpool.store.messenger.tenants import bare, scoped, tenant_of
+from moonpool.transfer.registry import Region
 from moonpool.transfer.segment import Segment
-from moonpool.types import PoolStats, Put
+from moonpool.types import Pin, PoolStats, Put, PutOptions, Removed
 from moonpool.wire import messages as m
+from moonpool.wire.auth import THIS_PROCESS, Peer
 from moonpool.wire.rpc import Service, error_message
+
+_PLAIN = PutOptions()
+_CHUNK = 1024
+"""Objects removed at one time by `RemoveAll`: others get their turn in between."""
+
+
+@dataclass(slots=True)
+class Session:
+    peer: Peer = THIS_PROCESS
+    process: Process | None = None
+    """The other end, where it is another process of this machine."""
+    tenant: str = ""
+    listing: Iterator[str] | None = None
 
 
 class MessengerService(Service):
     requests = m.MessengerRequest
 
-    def __init__(self, segment: Segment, *, clock: Clock | None = None, limits: Limits | None = None) -> None:
-        self.segment = segment
+    def __init__(
+        self,
+        segment: Segment,
+        *,
+        name: str = "",
+        clock: Clock | None = None,
+        limits: Limits | None = None,
+        disk: DiskTier | None = None,
+        region: Region | None = None,
+    ) -> None:
+        """Takes over `disk`. `region`: the segment as other machines may name it, if they may."""
+        self.segment, self.name, self._region = segment, name, region
         self.generation = secrets.token_hex(8)
-        self._state = MessengerState(segment.size, clock or SystemClock(), limits)
+        self._clock = clock or SystemClock()
+        self._state = MessengerState(segment.size, self._clock, limits, disk)
         self._lock = threading.Lock()
         self._events = threading.Condition(self._lock)
-        self._sessions = 0
+        self._below = Below(self._state, segment, disk, self._lock) if disk else None
+        if disk:
+            self._state.found_below(disk.keys())
+        self._quarantine = Quarantine(self._clock)
+        self._sessions: dict[int, Session] = {}
+        self._last_session = 0
         self._closing = False
+        self.tasks: Tasks | None = None
+        """Set by who runs the messenger on a pool: copies between messengers."""
+        self.told = Told()
+        """Set to what makes changes known to the master before they are acknowledged."""
+
+    # -- sessions
 
     def open_session(self) -> int:
         with self._lock:
-            self._sessions += 1
-            return self._sessions
+            self._last_session += 1
+            self._sessions[self._last_session] = Session()
+            return self._last_session
+
+    def identify(self, session: int, peer: Peer) -> None:
+        process = Process(peer.pid) if peer.pid else None
+        with self._lock:
+            self._sessions[session].peer, self._sessions[session].process = peer, process
 
     def close_session(self, session: int) -> None:
         with self._lock:
-            self._state.end_session(session)
+            known = self._sessions.pop(session)
+            unfinished = self._state.end_session(session)
+            if unfinished and known.process:
+                self._quarantine.hold(unfinished, known.process)
+            else:  # a session of this process is closed by its own will, one from elsewhere has lost its data connections
+                self._state.release(unfinished)
+                if known.process:
+                    known.process.close()
+            self._release()
             self._events.notify_all()
+
+    def _release(self) -> None:
+        if len(self._quarantine):
+            self._state.release(self._quarantine.over())
 
     def descriptor(self, request: Any) -> int | None:
         return self.segment.fd if isinstance(request, m.Hello) else None
@@ -45,59 +110,162 @@ class MessengerService(Service):
         with self._lock:
             self._closing = True
             self._events.notify_all()
+        if self.tasks:
+            self.tasks.close()
+        if self._below:
+            self._below.close()
+        with self._lock:
+            self._quarantine.close()
+
+    # -- requests
 
     def handle(self, session: int, request: Any) -> m.Message:
+        if isinstance(request, m.ADMIN):
+            self._sessions[session].peer.require_admin(type(request).__name__)
+        match request:
+            case m.OpenRead(keys) if self._below:
+                return self._open_through(session, keys, self._below)
+            case m.Remove(keys, force):
+                return m.Removals(self._remove(scoped(self._tenant(session), keys), force))
+            case m.RemoveAll(force):
+                return m.Count(self._remove_all(self._tenant(session), force))
+            case m.Pull():
+                return m.Started(self._tasks().start(self._tenant(session), request))
+            case m.GetTask(id=task):
+                return m.Task(self._tasks().status(task))
         with self._lock:
-            if self._closing:
-                raise ConnectionLost("the messenger is closing")
-            reply = self._answer(session, request)
+            self._check_open()
+            reply = self._answer(session, self._sessions[session].tenant, request)
             if isinstance(request, m.Commit | m.Announce) and self._state.watches():
                 self._events.notify_all()
-            return reply
+        if isinstance(request, m.Commit):
+            self.told.wait()
+        return reply
 
-    def _answer(self, session: int, request: Any) -> m.Message:
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ConnectionLost("the messenger is closing")
+
+    def _tenant(self, session: int) -> str:
+        return self._sessions[session].tenant
+
+    def _tasks(self) -> Tasks:
+        if self.tasks is None:
+            raise Unsupported("this messenger is alone", fix="Copies need a pool with a master.")
+        return self.tasks
+
+    def _answer(self, session: int, tenant: str, request: Any) -> m.Message:
         state = self._state
         match request:
-            case m.Reserve(items):
-                return m.Reserved([_reserved(state.reserve(session, key, size)) for key, size in items])
+            case m.Reserve(items, options):
+                return self._reserve(session, tenant, items, options or _PLAIN)
             case m.Commit(ids):
                 return self._commit(session, ids)
             case m.Revoke(ids):
                 state.revoke(session, ids)
                 return m.Done()
             case m.OpenRead(keys):
-                return m.Opened(*state.open_read(session, keys))
+                return m.Opened(*state.open_read(session, scoped(tenant, keys)))
             case m.CloseRead(leases):
-                state.close_read(session, leases)
-                return m.Done()
+                return m.Flags(state.close_read(session, leases))
             case m.Lookup(keys, origins):
-                return m.Matches(state.lookup(keys, origins))
+                return m.Matches([k and bare(k) for k in state.lookup(scoped(tenant, keys), origins)])
             case m.Exist(keys):
-                return m.Flags(state.exist(keys))
-            case m.Remove(keys):
-                return m.Flags(state.remove(keys))
+                return m.Flags(state.exist(scoped(tenant, keys)))
             case _:
-                return self._answer_rest(session, request)
+                return self._answer_rest(session, tenant, request)
 
-    def _answer_rest(self, session: int, request: Any) -> m.Message:
+    def _answer_rest(self, session: int, tenant: str, request: Any) -> m.Message:
         match request:
-            case m.Hello():
-                return m.Welcome(self.generation, self.segment.size)
+            case m.Hello(tenant):
+                return self._welcome(session, tenant)
+            case m.DescribeObjects(keys):
+                return m.Descriptions([self._describe(k) for k in scoped(tenant, keys)])
+            case m.ListKeys(limit, restart):
+                return m.KeyPage(self._page(self._sessions[session], limit, restart))
             case m.Announce(keys, hinted):
-                self._state.announce(keys, hinted=hinted)
+                self._state.announce(scoped(tenant, keys), hinted=hinted)
                 return m.Done()
             case m.Subscribe(owners, capacity):
-                return m.Subscribed(self._state.subscribe(session, owners, capacity))
+                return m.Subscribed(self._state.subscribe(session, owners, capacity, tenant))
             case m.NextEvents():
                 return self._next_events(request)
             case m.GetStats():
-                return m.Stats(self._state.stats())
+                return m.Stats(self._stats())
+            case m.Drain(on):
+                self._state.draining = on
+                return m.Done()
             case _:
                 raise ProtocolError("not a messenger's request", have=type(request).__name__)
+
+    def _welcome(self, session: int, tenant: str) -> m.Welcome:
+        self._sessions[session].tenant = tenant
+        region = (self._region.id, self._region.generation) if self._region else (0, 0)
+        return m.Welcome(self.generation, self.segment.size, self.name, *region)
+
+    def _reserve(self, session: int, tenant: str, items: list[tuple[str, int]], options: PutOptions) -> m.Reserved:
+        self._release()
+        keys = scoped(tenant, [key for key, _ in items])
+        groups: Sequence[str] = options.groups or ("",) * len(items)
+        if len(groups) != len(items):
+            raise ProtocolError("groups do not fit the items", need=str(len(items)), have=str(len(groups)))
+        reserve = self._state.reserve
+        results = [
+            reserve(session, key, size, options, group)
+            for key, (_, size), group in zip(keys, items, groups, strict=True)
+        ]
+        return m.Reserved([_reserved(r) for r in results])
 
     def _commit(self, session: int, ids: list[int]) -> m.Committed:
         outcomes = self._state.commit(session, ids)
         return m.Committed([error_message(o) if isinstance(o, MoonpoolError) else m.Done() for o in outcomes])
+
+    def _open_through(self, session: int, keys: Sequence[str], below: Below) -> m.Opened:
+        with self._lock:
+            self._check_open()
+            full = scoped(self._sessions[session].tenant, keys)
+            lease, spans = self._state.open_read(session, full)
+        if None in spans:
+            lease, spans = below.load(session, full, lease, spans)
+        return m.Opened(lease, spans)
+
+    def _remove(self, full: Sequence[str], force: bool) -> list[Removed]:
+        with self._lock:
+            self._check_open()
+            removed = self._state.remove(full, force=force)
+        if self._below:
+            wanted = [i for i, r in enumerate(removed) if r is not Removed.PINNED]
+            on_disk = self._below.disk.remove_many([full[i] for i in wanted])
+            with self._lock:
+                self._state.gone_below([full[i] for i in wanted])
+            for i, there in zip(wanted, on_disk, strict=True):
+                removed[i] = Removed.REMOVED if there else removed[i]
+        self.told.wait()
+        return removed
+
+    def _remove_all(self, tenant: str, force: bool) -> int:
+        keys = iter([k for k in self.keys() if tenant_of(k) == tenant])
+        count = 0
+        while chunk := list(islice(keys, _CHUNK)):
+            count += sum(map(bool, self._remove(chunk, force)))
+        return count
+
+    def _describe(self, key: str) -> m.Description | None:
+        obj = self._state.find(key)
+        if obj:
+            left = max(0.0, obj.pinned_until - self._clock.now()) if obj.pin is Pin.SOFT else 0.0
+            return m.Description(obj.size, True, obj.pin, left, obj.offset)
+        size = self._below.disk.size(key) if self._below else None
+        return None if size is None else m.Description(size, False, Pin.NONE, 0.0, 0)
+
+    def _page(self, session: Session, limit: int, restart: bool) -> list[str]:
+        if restart or session.listing is None:
+            full = self._all_keys()
+            session.listing = iter([bare(k) for k in full if tenant_of(k) == session.tenant])
+        page = list(islice(session.listing, limit))
+        if not page:
+            session.listing = None
+        return page
 
     def _next_events(self, request: m.NextEvents) -> m.Events:
         """Waits on the condition, which gives the lock up meanwhile."""
@@ -106,28 +274,65 @@ class MessengerService(Service):
             self._events.wait_for(
                 lambda: self._closing or self._state.has_events(request.subscription), timeout=request.timeout
             )
-            if self._closing:
-                raise ConnectionLost("the messenger is closing")
+            self._check_open()
             events, dropped = self._state.next_events(request.subscription, request.limit)
         return m.Events(events, dropped)
 
     # -- for the publisher, the owner and tests
+
+    def set_quotas(self, quotas: dict[str, int]) -> None:
+        with self._lock:
+            self._state.set_quotas(quotas)
+
+    def used_by_tenant(self) -> dict[str, int]:
+        with self._lock:
+            return self._state.used_by_tenant()
+
+    @property
+    def draining(self) -> bool:
+        return self._state.draining
 
     def take_changes(self) -> Changes:
         with self._lock:
             return self._state.take_changes()
 
     def keys(self) -> list[str]:
+        """Full keys, in memory and on disk."""
         with self._lock:
-            return self._state.keys()
+            return self._all_keys()
+
+    def _all_keys(self) -> list[str]:
+        keys = self._state.keys()
+        return list(dict.fromkeys([*keys, *self._below.disk.keys()])) if self._below else keys
 
     def stats(self) -> PoolStats:
         with self._lock:
-            return self._state.stats()
+            return self._stats()
+
+    def _stats(self) -> PoolStats:
+        stats = self._state.stats()
+        if self._below is None:
+            return stats
+        disk = self._below.disk.stats()
+        return msgspec.structs.replace(
+            stats,
+            disk_used=disk.bytes,
+            disk_objects=disk.objects,
+            disk_reads=disk.reads,
+            disk_writes=disk.writes,
+            disk_failures=disk.write_failures + disk.damaged,
+        )
 
     def check_integrity(self) -> None:
         with self._lock:
             self._state.check_integrity()
+
+
+class Told:
+    """What makes changes known to the master. This one has no master."""
+
+    def wait(self) -> None:
+        """Return when what was changed before is known, or when waiting for it is no use."""
 
 
 def _reserved(result: Reserved | Put | MoonpoolError) -> m.Span | m.Existed | m.Error:

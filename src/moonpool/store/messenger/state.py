@@ -7,20 +7,34 @@ bytes under another key.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Protocol
 
 from moonpool.clock import Clock
-from moonpool.errors import KeyBusy, LeaseExpired, MoonpoolError, NativeExists, NoSpace, ObjectTooLarge
-from moonpool.keys import PageKey
+from moonpool.errors import (
+    Draining,
+    KeyBusy,
+    LeaseExpired,
+    MoonpoolError,
+    NativeExists,
+    NoSpace,
+    ObjectTooLarge,
+    QuotaExceeded,
+)
+from moonpool.keys import owner_of
 from moonpool.store.messenger.allocator import Allocator, rounded
 from moonpool.store.messenger.leases import Ledger
-from moonpool.store.messenger.objects import Object, ObjectTable
-from moonpool.types import Hinted, Missed, PoolEvent, PoolStats, Put, PutOutcome, Stored
+from moonpool.store.messenger.objects import CONVERTED, Object, ObjectTable
+from moonpool.store.messenger.tenants import bare, tenant_of
+from moonpool.types import Hinted, Missed, Pin, PoolEvent, PoolStats, Put, PutOptions, PutOutcome, Removed, Stored
 
 _MAX_HANDLES = 1 << 17
 _MAX_SUBSCRIPTIONS = 64
+_EVICTIONS_PER_PUT = 32
+"""Most evictions ahead of need in one step: a put may be a little slower for them, but nobody waits for thousands."""
+_PLAIN = PutOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +49,26 @@ class Limits:
     """Most changes kept for the master's index; past that the index is told everything anew. 0 where there is no index."""
     max_objects: int = 1 << 20
     """Bounds the tables' own memory, which small objects would otherwise fill without end."""
+    max_soft_pin_s: float = 24 * 3600.0
+    """Longest soft pin; a longer one is cut to this."""
+
+
+class Backing(Protocol):
+    """What lies in the tier below: only whether, and how large."""
+
+    def __contains__(self, key: str) -> bool: ...
+
+    def size(self, key: str) -> int | None: ...
+
+
+class NoBacking:
+    """There is no tier below."""
+
+    def __contains__(self, key: str) -> bool:
+        return False
+
+    def size(self, key: str) -> int | None:
+        return None
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +77,7 @@ class Writing:
     expires: float
     lost: bool = False
     """Another writer took the key. The space stays in quarantine until this one commits, revokes or dies: it may be writing."""
+    replace: bool = False
 
 
 @dataclass(slots=True)
@@ -71,8 +106,20 @@ class Changes:
 class MessengerState:
     """Every method is one atomic step; the caller locks."""
 
-    def __init__(self, capacity: int, clock: Clock, limits: Limits | None = None) -> None:
+    def __init__(
+        self, capacity: int, clock: Clock, limits: Limits | None = None, backing: Backing | None = None
+    ) -> None:
         self._space, self._clock, self._limits = Allocator(capacity), clock, limits or Limits()
+        self._backing = backing or NoBacking()
+        self._has_backing = backing is not None
+        self._unbacked: deque[Object] = deque(maxlen=2 * self._limits.max_objects)
+        """In the order of their puts; some may be gone, or have a copy below, by the time they come up."""
+        self._quotas: dict[str, int] = {}
+        self._being_written: Counter[str] = Counter()
+        """Bytes reserved and not yet committed, by tenant."""
+        self.draining = False
+        self._quarantine: list[Object] = []
+        self._held_for_backing: list[Object] = []
         self._evict_above = int(self._limits.high_watermark * self._space.capacity)
         self._evict_down_to = int(self._evict_above - self._limits.eviction_ratio * self._space.capacity)
         self._table = ObjectTable()
@@ -80,7 +127,8 @@ class MessengerState:
         self._writes: Ledger[Writing] = Ledger(_MAX_HANDLES)
         self._reads: Ledger[list[Object]] = Ledger(_MAX_HANDLES)
         self._subscriptions: dict[int, Subscription] = {}
-        self._owners: dict[str, list[Subscription]] = {}
+        self._owners: dict[tuple[str, str], list[Subscription]] = {}
+        """By tenant and owner."""
         self._subscribed: dict[int, list[int]] = {}
         self._ids = count(1)
         self._changes = Changes()
@@ -88,64 +136,116 @@ class MessengerState:
 
     # -- writing
 
-    def reserve(self, session: int, key: str, size: int) -> Reserved | Put | MoonpoolError:
+    def reserve(
+        self, session: int, key: str, size: int, options: PutOptions = _PLAIN, group: str = ""
+    ) -> Reserved | Put | MoonpoolError:
         """Space for one object (see `KVPool.reserve`)."""
         try:
-            if key in self._table:
+            if not options.replace and self.has(key):
                 return Put.EXISTED
-            page = PageKey.parse(key)
-            self._refuse(key, page, size)
-            offset = self._make_room(key, size)
-            writing = Writing(Object(key, offset, size, page), self._clock.now() + self._limits.reservation_ttl_s)
-            try:
-                handle = self._writes.add(session, writing)
-            except MoonpoolError:
-                self._space.free(offset, size)
-                raise
-            if key in self._writing:  # `_refuse` found that its time is up
-                self._writing[key].lost = True
-            self._writing[key] = writing
-            return Reserved(handle, offset, size)
+            now = self._clock.now()
+            writing = Writing(self._new(key, size, options, group, now), now + self._limits.reservation_ttl_s)
+            writing.replace = options.replace
+            return self._reserve(session, writing, now)
         except MoonpoolError as e:
             return e
 
-    def _refuse(self, key: str, page: PageKey | None, size: int) -> None:
-        if page and page.origin and page.native.text in self._table:
-            raise NativeExists("a native page is there; a converted one cannot replace it", key=key)
-        other = self._writing.get(key)
-        if other and self._clock.now() < other.expires:
-            raise KeyBusy("another writer is putting this key", key=key, fix="Read it in a moment, or try again.")
-        if rounded(size) > self._space.capacity:
+    def _new(self, key: str, size: int, options: PutOptions, group: str, now: float) -> Object:
+        tenant, name = tenant_of(key), bare(key)
+        obj = Object(key, 0, size, owner_of(name), tenant, options.pin)
+        if options.pin is Pin.SOFT:
+            obj.pinned_until = now + min(options.soft_pin_ttl_s, self._limits.max_soft_pin_s)
+        if group:
+            obj.group = f"{tenant}\x1f{group}"
+        return obj
+
+    def _reserve(self, session: int, writing: Writing, now: float) -> Reserved:
+        obj = writing.obj
+        self._refuse(obj, now)
+        self._table.unpin(now)
+        self._make_quota(obj)
+        obj.offset = self._make_room(obj.key, obj.size)
+        try:
+            handle = self._writes.add(session, writing)
+        except MoonpoolError:
+            self._space.free(obj.offset, obj.size)
+            raise
+        if obj.key in self._writing:  # `_refuse` found that its time is up
+            self._writing[obj.key].lost = True
+        self._writing[obj.key] = writing
+        self._being_written[obj.tenant] += obj.size
+        return Reserved(handle, obj.offset, obj.size)
+
+    def _refuse(self, obj: Object, now: float) -> None:
+        if self.draining:
+            raise Draining("the messenger is being emptied", key=bare(obj.key), fix="Put it on another messenger.")
+        if obj.converted and self.has(obj.native):
+            raise NativeExists("a native page is there; a converted one cannot replace it", key=bare(obj.key))
+        other = self._writing.get(obj.key)
+        if other and now < other.expires:
+            raise KeyBusy(
+                "another writer is putting this key", key=bare(obj.key), fix="Read it in a moment, or try again."
+            )
+        if rounded(obj.size) > self._space.capacity:
             raise ObjectTooLarge(
                 "larger than the segment",
-                key=key,
-                need=f"{size} B",
+                key=bare(obj.key),
+                need=f"{obj.size} B",
                 have=f"{self._space.capacity} B",
                 fix="Enlarge the pool.",
             )
 
+    def _make_quota(self, obj: Object) -> None:
+        """Evict objects of the tenant until the new one is within its quota. Raises QuotaExceeded, and evicts nothing then."""
+        limit = self._quotas.get(obj.tenant)
+        if limit is None:
+            return
+        held = self._table.bytes_of[obj.tenant] + self._being_written[obj.tenant]
+        over = held + obj.size - limit
+        if over > self._table.evictable(obj.tenant):
+            raise QuotaExceeded(
+                "the tenant's quota is used up, and no more of it can be evicted",
+                key=bare(obj.key),
+                need=f"{obj.size} B",
+                have=f"{held} B of {limit} B used by tenant `{obj.tenant}`",
+                fix="Raise the quota, remove objects, or unpin some.",
+            )
+        while over > 0:
+            over -= sum(victim.size for victim in self._evict_one(obj.tenant))
+
     def _make_room(self, key: str, size: int) -> int:
         need = rounded(size)
-        if need > self._space.largest_free:
+        if need > self._space.largest_free and not self._next_victim_makes(need):
             self._refuse_if_hopeless(key, need)
         if self._space.used + need > self._evict_above:
             self._evict(max(0, self._evict_down_to - need))
         if len(self._table) + len(self._writes) >= self._limits.max_objects and not self._evict_one():
-            raise NoSpace("too many objects", key=key, need=f"< {self._limits.max_objects}", have=str(len(self._table)))
+            raise NoSpace(
+                "too many objects", key=bare(key), need=f"< {self._limits.max_objects}", have=str(len(self._table))
+            )
         while (offset := self._space.allocate(size)) is None:
             found = self._evict_one()  # enough bytes in all, but not in one piece
             assert found, "not hopeless, so there was something to evict"
         return offset
 
-    def _evict(self, down_to: int) -> None:
-        while self._space.used > down_to and self._evict_one():
-            pass
+    def _next_victim_makes(self, need: int) -> bool:
+        """Whether evicting one object leaves a block of `need` bytes: mostly so, and much cheaper to see than all that is pinned."""
+        victims = self._table.victims()
+        return bool(victims) and self._space.would_be_free(victims[0].offset, victims[0].size) >= need
 
-    def _evict_one(self) -> bool:
-        victim = self._table.victim()
-        if victim:
+    def _evict(self, down_to: int) -> None:
+        for _ in range(_EVICTIONS_PER_PUT):
+            if self._space.used <= down_to or not self._evict_one():
+                break
+
+    def _evict_one(self, tenant: str | None = None) -> list[Object]:
+        """Evict the next object, with its group. Returns what went; nothing if nothing may."""
+        victims = self._table.victims(tenant)
+        for victim in victims:
             self._drop(victim, "evictions")
-        return victim is not None
+            if self._has_backing and victim.key not in self._backing:
+                self._counts["lost_unspilled"] += 1
+        return victims
 
     def _refuse_if_hopeless(self, key: str, need: int) -> None:
         """Raises NoSpace if evicting everything would not do, so that nothing is evicted in vain."""
@@ -154,21 +254,26 @@ class MessengerState:
         for offset, size in [*pinned, (self._space.capacity, 0)]:
             best, end = max(best, offset - end), offset + rounded(size)
         if need > best:
+            hard = sum(rounded(o.size) for o in self._table.hard())
+            free = self._space.capacity - self._space.used
             raise NoSpace(
                 "nothing more can be evicted",
-                key=key,
+                key=bare(key),
                 need=f"{need} B in one piece",
-                have=f"{best} B; {sum(rounded(s) for _, s in pinned)} B are being read or written",
-                fix="Close read leases, commit or revoke reservations, or enlarge the pool.",
+                have=f"{best} B (free: {free} B, in one piece {self._space.largest_free} B; "
+                f"hard-pinned: {hard} B; in use: {sum(rounded(s) for _, s in pinned)} B, being read or written or pinned)",
+                fix="Close read leases, commit or revoke reservations, unpin, or enlarge the pool.",
             )
 
     def _pinned(self) -> list[Object]:
-        """What is being read or written, once per handle."""
-        return [w.obj for w in self._writes.entries()] + [o for opened in self._reads.entries() for o in opened]
+        """What cannot be evicted, once per handle."""
+        in_use = [w.obj for w in self._writes.entries()] + [o for opened in self._reads.entries() for o in opened]
+        return in_use + list(self._table.hard()) + self._quarantine
 
     def _drop(self, obj: Object, why: str) -> None:
         self._table.remove(obj)
-        self._note(obj.key, there=False)
+        if obj.key not in self._backing:
+            self._note(obj.key, there=False)
         self._counts[why] += 1
         if not obj.readers:
             self._space.free(obj.offset, obj.size)
@@ -182,13 +287,16 @@ class MessengerState:
         try:
             writing = self._writes.take(session, handle)
             obj = writing.obj
+            self._being_written[obj.tenant] -= obj.size
             if writing.lost:
                 self._space.free(obj.offset, obj.size)
-                raise LeaseExpired("the reservation ran out and another writer took the key", key=obj.key)
+                raise LeaseExpired("the reservation ran out and another writer took the key", key=bare(obj.key))
             del self._writing[obj.key]
-            if obj.page and obj.page.origin and obj.page.native.text in self._table:
+            if obj.converted and self.has(obj.native):
                 self._space.free(obj.offset, obj.size)
-                raise NativeExists("a native page came first", key=obj.key)
+                raise NativeExists("a native page came first", key=bare(obj.key))
+            if writing.replace and (old := self._table.get(obj.key)):
+                self._drop(old, "replaced")
             self._publish(obj)
         except MoonpoolError as e:
             return e
@@ -198,22 +306,34 @@ class MessengerState:
         self._table.add(obj)
         self._note(obj.key, there=True)
         self._counts["puts"] += 1
-        if obj.page and not obj.page.origin:
+        if self._has_backing:
+            self._unbacked.append(obj)
+        if obj.owner and not obj.converted:
             for approximate in self._table.converted_of(obj.key):
                 self._drop(approximate, "replaced")
-            self._emit(obj.page.owner, Stored(obj.key, obj.size))
+            self._emit(obj.tenant, obj.owner, Stored(bare(obj.key), obj.size))
 
     def revoke(self, session: int, handles: Sequence[int]) -> None:
         """Handles that the session does not hold (any more) are passed over: revoking twice is harmless."""
         for handle in handles:
             if writing := self._writes.discard(session, handle):
                 self._abandon(writing)
+                self._space.free(writing.obj.offset, writing.obj.size)
 
     def _abandon(self, writing: Writing) -> None:
-        self._space.free(writing.obj.offset, writing.obj.size)
+        """The key is free again; the space is not yet."""
         self._counts["revoked"] += 1
+        self._being_written[writing.obj.tenant] -= writing.obj.size
         if not writing.lost:
             del self._writing[writing.obj.key]
+
+    def set_quotas(self, quotas: Mapping[str, int]) -> None:
+        """Bytes that each of these tenants may hold here. Other tenants have no limit."""
+        self._quotas = dict(quotas)
+        self._table.limit(quotas)
+
+    def used_by_tenant(self) -> dict[str, int]:
+        return dict(self._table.bytes_of)
 
     # -- reading
 
@@ -226,34 +346,123 @@ class MessengerState:
         self._counts["misses"] += len(found) - len(opened)
         return handle, [(o.offset, o.size) if o else None for o in found]
 
-    def close_read(self, session: int, handles: Sequence[int]) -> None:
-        """Handles that the session does not hold (any more) are passed over: closing twice is harmless."""
+    def close_read(self, session: int, handles: Sequence[int]) -> list[bool]:
+        """Whether the session still held each handle: only then is what was read through it good. Closing twice is harmless."""
+        held = []
         for handle in handles:
-            if opened := self._reads.discard(session, handle):
+            opened = self._reads.discard(session, handle)
+            held.append(opened is not None)
+            if opened:
                 self._unread(opened)
+        return held
 
-    def _unread(self, opened: list[Object]) -> None:
-        for obj in self._table.end_read(opened):
+    def _unread(self, opened: list[Object], *, used: bool = True) -> None:
+        for obj in self._table.end_read(opened, used=used):
             self._space.free(obj.offset, obj.size)
 
+    def has(self, key: str) -> bool:
+        return key in self._table or key in self._backing
+
     def lookup(self, keys: Sequence[str], origins: Sequence[str]) -> list[str | None]:
-        return [self._table.best(k, origins) for k in keys]
+        if not self._has_backing:
+            return [self._table.best(k, origins) for k in keys]
+        return [next((c for c in (k, *(k + CONVERTED + o for o in origins)) if self.has(c)), None) for k in keys]
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        return [k in self._table for k in keys]
+        if not self._has_backing:
+            return [k in self._table for k in keys]
+        return [self.has(k) for k in keys]
 
-    def remove(self, keys: Sequence[str]) -> list[bool]:
+    def find(self, key: str) -> Object | None:
+        """The object in memory, for its figures."""
+        return self._table.get(key)
+
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Removed]:
+        """Out of memory; the caller takes the copies in the tier below."""
         found = []
         for key in keys:
             obj = self._table.get(key)
-            found.append(obj is not None)
-            if obj:
+            if obj is None:
+                found.append(Removed.MISSING)
+            elif obj.pin is Pin.HARD and not force:
+                found.append(Removed.PINNED)
+            else:
                 self._drop(obj, "removed")
+                found.append(Removed.REMOVED)
         return found
+
+    # -- the tier below
+
+    def take_unbacked(self, limit: int) -> list[Object]:
+        """Up to `limit` bytes of objects (at least one, if there is one) that have no copy below. They are held as if read, until
+        `backed`."""
+        taken: list[Object] = []
+        while self._unbacked and limit > 0:
+            obj = self._unbacked.popleft()
+            if obj.visible and obj.key not in self._backing:
+                taken.append(obj)
+                limit -= obj.size
+        self._table.begin_read(taken)
+        self._held_for_backing += taken
+        return taken
+
+    def backed(self, taken: Sequence[Object]) -> None:
+        for obj in taken:
+            self._held_for_backing.remove(obj)
+        self._unread(list(taken), used=False)
+
+    def below(self, keys: Sequence[str]) -> list[int]:
+        """Places of the keys that are only in the tier below."""
+        return [i for i, k in enumerate(keys) if k not in self._table and k in self._backing]
+
+    def begin_load(self, session: int, key: str) -> Reserved | MoonpoolError | None:
+        """Space for what lies below; None if it is in memory, or gone, by now."""
+        size = self._backing.size(key)
+        if key in self._table or size is None:
+            return None
+        try:
+            now = self._clock.now()
+            return self._reserve(session, Writing(self._new(key, size, _PLAIN, "", now), float("inf")), now)
+        except MoonpoolError as e:
+            return e
+
+    def end_load(self, session: int, handle: int, lease: int) -> tuple[int, tuple[int, int]]:
+        """It is there now, and open in `lease`, or in a new one if that is 0. Returns the lease and the span."""
+        writing = self._writes.take(session, handle)
+        obj = writing.obj
+        self._being_written[obj.tenant] -= obj.size
+        del self._writing[obj.key]
+        self._table.add(obj)
+        return self._open_more(session, lease, obj), (obj.offset, obj.size)
+
+    def open_one(self, session: int, key: str, lease: int) -> tuple[int, tuple[int, int] | None]:
+        """Open one more object in `lease`, or in a new one if that is 0; None if it is not in memory."""
+        obj = self._table.get(key)
+        return (self._open_more(session, lease, obj), (obj.offset, obj.size)) if obj else (lease, None)
+
+    def _open_more(self, session: int, lease: int, obj: Object) -> int:
+        if lease:
+            self._reads.get(session, lease).append(obj)
+        else:
+            lease = self._reads.add(session, [obj])
+        self._table.begin_read([obj])
+        self._counts["hits"] += 1
+        self._counts["misses"] -= 1  # `open_read` took it for one
+        return lease
+
+    def gone_below(self, keys: Sequence[str]) -> None:
+        """The tier below dropped these."""
+        for key in keys:
+            if key not in self._table:
+                self._note(key, there=False)
+
+    def fill(self) -> float:
+        """Share of the segment that is taken."""
+        return self._space.used / self._space.capacity if self._space.capacity else 1.0
 
     # -- events
 
-    def subscribe(self, session: int, owners: Sequence[str], capacity: int) -> int:
+    def subscribe(self, session: int, owners: Sequence[str], capacity: int, tenant: str = "") -> int:
         if len(self._subscriptions) >= _MAX_SUBSCRIPTIONS:
             raise NoSpace("too many subscriptions", need=f"<= {_MAX_SUBSCRIPTIONS}", have=str(len(self._subscriptions)))
         handle = next(self._ids)
@@ -261,21 +470,23 @@ class MessengerState:
         self._subscriptions[handle] = subscription
         self._subscribed.setdefault(session, []).append(handle)
         for owner in owners:
-            self._owners.setdefault(owner, []).append(subscription)
+            self._owners.setdefault((tenant, owner), []).append(subscription)
         return handle
 
-    def _emit(self, owner: str, event: PoolEvent) -> None:
-        for subscription in self._owners.get(owner, ()):
+    def _emit(self, tenant: str, owner: str, event: PoolEvent) -> None:
+        for subscription in self._owners.get((tenant, owner), ()):
             if len(subscription.events) == subscription.events.maxlen:
                 subscription.dropped += 1
                 self._counts["events_dropped"] += 1
             subscription.events.append(event)
 
     def announce(self, keys: Sequence[str], *, hinted: bool) -> None:
+        if not self._owners:
+            return
         for key in keys:
-            page = PageKey.parse(key)
-            if page and not page.origin:
-                self._emit(page.owner, Hinted(key) if hinted else Missed(key))
+            name = bare(key)
+            if (owner := owner_of(name)) and CONVERTED not in name:
+                self._emit(tenant_of(key), owner, Hinted(name) if hinted else Missed(name))
 
     def watches(self) -> bool:
         return bool(self._subscriptions)
@@ -295,10 +506,16 @@ class MessengerState:
 
     # -- sessions, figures
 
-    def end_session(self, session: int) -> None:
-        """Give back all that a session held: nothing half-written stays, nothing stays open."""
+    def end_session(self, session: int) -> list[Object]:
+        """Give back all that a session held: nothing half-written stays, nothing stays open.
+
+        Returns what it was still writing. That space stays in quarantine until `release`, for its writer may be alive and write on.
+        """
+        unfinished = []
         for writing in self._writes.end(session):
             self._abandon(writing)
+            unfinished.append(writing.obj)
+        self._quarantine += unfinished
         for opened in self._reads.end(session):
             self._unread(opened)
         for handle in self._subscribed.pop(session, ()):
@@ -307,6 +524,13 @@ class MessengerState:
                 self._owners[owner] = [s for s in self._owners[owner] if s is not gone]
                 if not self._owners[owner]:
                     del self._owners[owner]
+        return unfinished
+
+    def release(self, unfinished: Sequence[Object]) -> None:
+        """Their writer cannot write any more."""
+        for obj in unfinished:
+            self._quarantine.remove(obj)
+            self._space.free(obj.offset, obj.size)
 
     def _note(self, key: str, *, there: bool) -> None:
         if self._changes.lost:
@@ -323,7 +547,8 @@ class MessengerState:
         return self._table.keys()
 
     def stats(self) -> PoolStats:
-        named = {n: self._counts[n] for n in ("puts", "hits", "misses", "evictions", "revoked", "events_dropped")}
+        names = ("puts", "hits", "misses", "evictions", "revoked", "events_dropped", "lost_unspilled")
+        named = {n: self._counts[n] for n in names}
         return PoolStats(
             capacity=self._space.capacity,
             used=self._space.used,
@@ -337,10 +562,13 @@ class MessengerState:
 
     def check_integrity(self) -> None:
         """Space in use is exactly that of visible objects, open reads of removed ones, and reservations."""
-        self._space.check_integrity()
         self._table.check_integrity()
-        held = {id(o): o for k in self._table.keys() if (o := self._table.get(k))}  # noqa: SIM118 - a table, not a dict
-        held.update((id(o), o) for o in self._pinned())
-        assert sum(rounded(o.size) for o in held.values()) == self._space.used
+        held = {id(o): o for o in (*self._table.objects(), *self._pinned(), *self._held_for_backing)}
+        self._space.check_integrity((o.offset, o.size) for o in held.values())
         open_reads = Counter(id(o) for opened in self._reads.entries() for o in opened)
+        open_reads.update(id(o) for o in self._held_for_backing)
         assert all(o.readers == open_reads[i] for i, o in held.items())
+        written: Counter[str] = Counter()
+        for writing in self._writes.entries():
+            written[writing.obj.tenant] += writing.obj.size
+        assert +written == +self._being_written

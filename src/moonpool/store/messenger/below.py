@@ -1,0 +1,102 @@
+"""Memory and disk of one messenger, together: objects are written behind, and read through.
+
+Write-behind: once the segment is filled past `SPILL_ABOVE`, a thread copies objects to disk in the order of their puts, so that
+eviction finds a copy below. When puts outrun the disk, what is evicted without a copy is gone, and counted (`lost_unspilled`).
+Disk I/O happens outside the messenger's lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from moonpool.errors import MoonpoolError
+from moonpool.store.messenger.disk import DiskTier
+from moonpool.store.messenger.objects import Object
+from moonpool.store.messenger.state import MessengerState, Reserved
+from moonpool.transfer.segment import Segment
+
+SPILL_ABOVE = 0.5
+"""Share of the segment that is never copied below: what fits in memory needs no disk."""
+_TURN_BYTES = 16 << 20
+"""Held as if read while it is written, so it must be little."""
+_PERIOD_S = 0.05
+_STRIPES = 16
+
+
+class Below:
+    """Runs from construction to `close`. `lock` is the messenger's."""
+
+    def __init__(self, state: MessengerState, segment: Segment, disk: DiskTier, lock: threading.Lock) -> None:
+        self._state, self._segment, self.disk, self._lock = state, segment, disk, lock
+        self._loading = [threading.Lock() for _ in range(_STRIPES)]
+        """One load of a key at a time: the next one then finds it in memory."""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="spill", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.disk.close()
+
+    # -- write-behind
+
+    def _run(self) -> None:
+        while not self._stop.wait(_PERIOD_S):
+            while not self._stop.is_set() and self._spill():
+                pass
+
+    def _spill(self) -> bool:
+        """One turn. False if there is nothing to do."""
+        with self._lock:
+            taken = self._state.take_unbacked(_TURN_BYTES) if self._state.fill() > SPILL_ABOVE else []
+        for obj in taken:
+            self._copy_down(obj)
+        if taken:
+            with self._lock:
+                self._state.backed(taken)
+        return bool(taken)
+
+    def _copy_down(self, obj: Object) -> None:
+        if not self._stop.is_set() and obj.visible:
+            self.disk.write(obj.key, self._segment.span(obj.offset, obj.size, readonly=True))
+            if not obj.visible:  # removed meanwhile: it must not come back
+                self.disk.remove(obj.key)
+
+    # -- read-through
+
+    def load(
+        self, session: int, keys: Sequence[str], lease: int, spans: list[tuple[int, int] | None]
+    ) -> tuple[int, list[tuple[int, int] | None]]:
+        """Bring what `open_read` did not find in memory up from the disk, each open in the lease as soon as it is there."""
+        with self._lock:
+            places = self._state.below(keys)
+        for place in places:
+            if spans[place] is None:
+                lease, spans[place] = self._load_one(session, keys[place], lease)
+        return lease, spans
+
+    def _load_one(self, session: int, key: str, lease: int) -> tuple[int, tuple[int, int] | None]:
+        with self._loading[hash(key) % _STRIPES]:
+            with self._lock:
+                got = self._state.begin_load(session, key)
+                if got is None:  # another one was faster
+                    return self._state.open_one(session, key, lease)
+            if isinstance(got, MoonpoolError):
+                return lease, None
+            return self._fill(session, key, got, lease)
+
+    def _fill(self, session: int, key: str, space: Reserved, lease: int) -> tuple[int, tuple[int, int] | None]:
+        good = False
+        try:
+            good = self.disk.read_into(key, self._segment.span(space.offset, space.size))
+        finally:
+            if not good:
+                with self._lock:
+                    self._state.revoke(session, [space.id])
+                    self._state.gone_below([key])
+        if not good:
+            return lease, None
+        with self._lock:
+            return self._state.end_load(session, space.id, lease)
