@@ -155,6 +155,12 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
     lost_unspilled: int = 0
     """Evicted before the disk tier had a copy."""
 
+    def __add__(self, other: PoolStats) -> PoolStats:
+        """Of two messengers together."""
+        added = {name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
+        added["largest_free"] = max(self.largest_free, other.largest_free)
+        return PoolStats(**added)
+
 
 @dataclass(frozen=True, slots=True)
 class PageShape:

@@ -24,7 +24,7 @@ from moonpool.errors import (
 )
 from moonpool.keys import PageKey
 from moonpool.store.base import KVPool, Match, Reservation
-from moonpool.types import Hinted, Missed, Put, PutOutcome, Stored
+from moonpool.types import Removed, Hinted, Missed, Put, PutOutcome, Stored
 
 _names = count()
 Fresh = Callable[[int], KVPool]
@@ -282,7 +282,7 @@ def test_get_into(pool: KVPool) -> None:
 def test_remove(pool: KVPool) -> None:
     key = name()
     pool.put(key, b"x")
-    assert pool.batch_remove([key, name(), key]) == [True, False, False]
+    assert pool.batch_remove([key, name(), key]) == [Removed.REMOVED, Removed.MISSING, Removed.MISSING]
     assert pool.batch_get([key]) == [None]
 
 

@@ -9,16 +9,34 @@ Batch calls return one result per key, in the order of the keys; one key's failu
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
-from moonpool.errors import MoonpoolError, NotFound, WrongSize
+import msgspec
+
+from moonpool.errors import ConfigError, MoonpoolError, NotFound, WrongSize
 from moonpool.keys import PageKey
-from moonpool.types import BufferLike, PoolEvent, PoolStats, Put, PutOutcome
+from moonpool.types import (
+    BufferLike,
+    MessengerInfo,
+    PoolEvent,
+    PoolStats,
+    Put,
+    PutOptions,
+    PutOutcome,
+    Removed,
+    Replica,
+    TaskStatus,
+)
 
 T = TypeVar("T")
+
+PLAIN = PutOptions()
+_CHUNK = 4096
+"""Keys of one removal by pattern."""
 
 
 def as_bytes_view(buffer: BufferLike, *, writable: bool = False) -> memoryview:
@@ -53,6 +71,10 @@ class Reservation(ABC):
 
     key: str
     view: memoryview
+
+    def fill(self, value: memoryview) -> None:
+        """Make `value` the object's content. It is as large as `view`, and must stay as it is until commit or revoke."""
+        self.view[:] = value
 
 
 class ReadLease(ABC):
@@ -101,7 +123,9 @@ class KVPool(ABC):
     # -- writing
 
     @abstractmethod
-    def reserve(self, items: Sequence[tuple[str, int]]) -> list[Reservation | Put | MoonpoolError]:
+    def reserve(
+        self, items: Sequence[tuple[str, int]], options: PutOptions = PLAIN
+    ) -> list[Reservation | Put | MoonpoolError]:
         """Take space for (key, bytes) each. `Put.EXISTED` if the key is visible; else a reservation, or why there is none
         (NoSpace, ObjectTooLarge, KeyBusy, NativeExists). Evicts if it must; never waits for space."""
 
@@ -133,8 +157,37 @@ class KVPool(ABC):
     # -- the rest
 
     @abstractmethod
-    def batch_remove(self, keys: Sequence[str]) -> list[bool]:
-        """Remove what exists; True where something was removed. Bytes under an open read stay valid until it closes."""
+    def sizes(self, keys: Sequence[str]) -> list[int | None]:
+        """Bytes of each object, None for what does not exist. A probe."""
+
+    @abstractmethod
+    def replicas(self, keys: Sequence[str]) -> list[list[Replica]]:
+        """Where the copies of each object are; empty for what does not exist. A probe."""
+
+    @abstractmethod
+    def batch_remove(self, keys: Sequence[str], *, force: bool = False, messenger: str = "") -> list[Removed]:
+        """Remove what exists, all copies of it, or only the one on `messenger`. What is hard-pinned stays unless `force`. Bytes under
+        an open read stay valid until it closes. Raises NotFound for an unknown messenger."""
+
+    @abstractmethod
+    def keys(self) -> Iterator[str]:
+        """All keys, each once. What comes or goes meanwhile may be there or not."""
+
+    @abstractmethod
+    def copy(self, key: str, targets: Sequence[str], *, source: str = "") -> str:
+        """Begin to copy an object to these messengers; returns the task's id. Raises NotFound (key, messenger)."""
+
+    @abstractmethod
+    def move(self, key: str, target: str, *, source: str = "") -> str:
+        """Like `copy`; the source's copy is removed when the target has its own."""
+
+    @abstractmethod
+    def task(self, task: str) -> TaskStatus:
+        """How far a copy or move is. Raises NotFound."""
+
+    @abstractmethod
+    def messengers(self) -> list[MessengerInfo]:
+        """Who holds the pool's memory, by name."""
 
     @abstractmethod
     def subscribe(self, owners: Sequence[str], capacity: int = 4096) -> EventStream:
@@ -157,21 +210,23 @@ class KVPool(ABC):
 
     # -- conveniences, the same for every implementation
 
-    def batch_put(self, keys: Sequence[str], values: Sequence[BufferLike]) -> list[PutOutcome]:
+    def batch_put(
+        self, keys: Sequence[str], values: Sequence[BufferLike], options: PutOptions = PLAIN
+    ) -> list[PutOutcome]:
         """Copy each value into the pool under its key. A key that comes twice is stored once, with its first value."""
         if len(set(keys)) < len(keys):
-            return self._batch_put_once(keys, values)
+            return self._batch_put_once(keys, values, options)
         views = [as_bytes_view(v) for v in values]
         outcomes: list[PutOutcome | None] = [None] * len(keys)
         reserved: list[tuple[int, Reservation]] = []
-        for i, got in enumerate(self.reserve([(k, v.nbytes) for k, v in zip(keys, views, strict=True)])):
+        for i, got in enumerate(self.reserve([(k, v.nbytes) for k, v in zip(keys, views, strict=True)], options)):
             if isinstance(got, Reservation):
                 reserved.append((i, got))
             else:
                 outcomes[i] = got
         try:
             for i, r in reserved:
-                r.view[:] = views[i]
+                r.fill(views[i])
         except BaseException:
             self.revoke([r for _, r in reserved])
             raise
@@ -179,12 +234,18 @@ class KVPool(ABC):
             outcomes[i] = done
         return [o for o in outcomes if o is not None]
 
-    def _batch_put_once(self, keys: Sequence[str], values: Sequence[BufferLike]) -> list[PutOutcome]:
+    def _batch_put_once(
+        self, keys: Sequence[str], values: Sequence[BufferLike], options: PutOptions
+    ) -> list[PutOutcome]:
         """`batch_put` for keys with repetitions: a later one of the same key fares as if it had come after the batch."""
-        first: dict[str, BufferLike] = {}
-        for key, value in zip(keys, values, strict=True):
-            first.setdefault(key, value)
-        outcome = dict(zip(first, self.batch_put(list(first), list(first.values())), strict=True))
+        first: dict[str, int] = {}
+        for i, key in enumerate(keys):
+            first.setdefault(key, i)
+        if options.groups:
+            options = msgspec.structs.replace(options, groups=tuple(options.groups[i] for i in first.values()))
+        outcome = dict(
+            zip(first, self.batch_put(list(first), [values[i] for i in first.values()], options), strict=True)
+        )
         results: list[PutOutcome] = []
         for key in keys:
             results.append(outcome[key])
@@ -215,9 +276,9 @@ class KVPool(ABC):
                     results.append(view.nbytes)
         return results
 
-    def put(self, key: str, value: BufferLike) -> Put:
+    def put(self, key: str, value: BufferLike, options: PutOptions = PLAIN) -> Put:
         """Store one object. Raises what `batch_put` would return as an error."""
-        return _value(self.batch_put([key], [value])[0])
+        return _value(self.batch_put([key], [value], options)[0])
 
     put_from = put
 
@@ -237,8 +298,29 @@ class KVPool(ABC):
     def is_exist(self, key: str) -> bool:
         return self.batch_is_exist([key])[0]
 
-    def remove(self, key: str) -> bool:
-        return self.batch_remove([key])[0]
+    def remove(self, key: str, *, force: bool = False) -> bool:
+        return bool(self.batch_remove([key], force=force)[0])
+
+    def query_by_regex(self, pattern: str) -> list[str]:
+        """Keys in which `pattern` (Python's `re`) is found. It runs here, not at a messenger, so a pattern that takes
+        for ever takes only this client's time. Raises ConfigError for what is no pattern."""
+        try:
+            found = re.compile(pattern).search
+        except re.error as e:
+            raise ConfigError(f"not a regular expression: {e}", key=pattern) from e
+        return [key for key in self.keys() if found(key)]
+
+    def remove_by_regex(self, pattern: str, *, force: bool = False) -> int:
+        """How many were removed."""
+        return self._remove_listed(self.query_by_regex(pattern), force)
+
+    def remove_all(self, *, force: bool = False) -> int:
+        """Everything that this tenant has. How many were removed."""
+        return self._remove_listed(list(self.keys()), force)
+
+    def _remove_listed(self, keys: list[str], force: bool) -> int:
+        pieces = (keys[i : i + _CHUNK] for i in range(0, len(keys), _CHUNK))
+        return sum(sum(map(bool, self.batch_remove(piece, force=force))) for piece in pieces)
 
     def __enter__(self) -> Self:
         return self

@@ -1,101 +1,134 @@
-"""The pool as a client sees it: one home messenger for writes, all of them for reads.
+"""The pool as a client sees it: a home messenger that is near, and all the others.
 
-Bytes never pass through a socket: the client writes into and reads from the messengers' mapped segments. A read that fails because
-a messenger is away is a miss; a write that fails is a typed error per key. Links come back by themselves.
+On one machine bytes never pass through a socket: the client writes into and reads from the messengers' mapped segments. From other
+machines they come over TCP, straight into the caller's buffers. A read that fails because a messenger is away is a miss; a write
+that fails is a typed error per key. Links come back by themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
 
 from moonpool.clock import Clock, SystemClock
-from moonpool.errors import ConfigError, FrameTooLarge, MoonpoolError, PoolClosed, PoolError, WrongSize, from_fields
+from moonpool.errors import (
+    ConfigError,
+    FrameTooLarge,
+    MoonpoolError,
+    NotFound,
+    PoolClosed,
+    PoolError,
+    WrongSize,
+)
 from moonpool.keys import PageKey
-from moonpool.store.base import EventStream, KVPool, Match, ReadLease, Reservation
+from moonpool.store.base import PLAIN, EventStream, KVPool, Match, ReadLease, Reservation, as_bytes_view
 from moonpool.store.events import MergedEvents
-from moonpool.store.handles import AWAY, PoolLease, PoolReservation
+from moonpool.store.handles import AWAY, Peer, PoolLease, PoolReservation, close_lease
 from moonpool.store.links import MasterLink, MessengerLink, Reconnecting
-from moonpool.store.peers import Peer, Peers
-from moonpool.types import PoolStats, Put, PutOutcome
+from moonpool.store.peers import TIMEOUT_S, Peers, addresses_of, host_id
+from moonpool.store.writer import Writer
+from moonpool.types import (
+    BufferLike,
+    MessengerInfo,
+    PoolStats,
+    Put,
+    PutOptions,
+    PutOutcome,
+    Removed,
+    Replica,
+    TaskStatus,
+)
 from moonpool.wire import messages as m
+from moonpool.wire.auth import Security
 from moonpool.wire.rpc import Channel, SocketChannel
 
 _HOME_TIMEOUT_S = 10.0
 _MASTER_TIMEOUT_S = 2.0
 """The master stands in the way of reads that miss at home, so its silence must be cheap."""
+_LIST_PAGE = 8192
 
 
 class PoolClient(KVPool):
-    """See `connect`. `home` opens a channel to the home messenger, `master` one to the master, if there is one."""
+    """See `connect`. `home` opens a link to the home messenger, `master` a channel to the master, if there is one; `open_link`
+    one to the messenger at an address."""
 
     def __init__(
         self,
-        home: Callable[[], Channel],
+        home: Callable[[], MessengerLink],
         master: Callable[[], Channel] | None = None,
+        open_link: Callable[[str], MessengerLink] | None = None,
         *,
-        home_socket: str = "",
+        tenant: str = "",
         clock: Clock | None = None,
+        shared_memory: bool = True,
+        random: Random | None = None,
     ) -> None:
         clock = clock or SystemClock()
-        self._connect_home = home
-        self._home = Reconnecting(lambda: MessengerLink.open(home()), clock)
-        self._master = Reconnecting(lambda: MasterLink(master()), clock) if master else None
-        self._peers = Peers(self._master, home_socket, clock)
+        self._connect_home, self._open_link = home, open_link or MessengerLink.open
+        self._home: Peer = Reconnecting(home, clock)
+        self._master = Reconnecting(lambda: _master_link(master, tenant), clock) if master else None
+        self._peers = Peers(self._master, self._open_link, clock, shared_memory=shared_memory)
+        self._writer = Writer(self._home, self._peers, random or Random())
         self._streams: weakref.WeakSet[MergedEvents] = weakref.WeakSet()
         self._closed = False
-        self._home.get()  # a wrong address is an error now, not a pool that always misses
+        self._peers.home = self._home.get().name  # a wrong address is an error now, not a pool that always misses
 
     @staticmethod
-    def connect(master: str = "", *, messenger: str = "", clock: Clock | None = None) -> PoolClient:
-        """Join a pool by its master's socket, or a single messenger by its own. With both, `messenger` is the home.
+    def connect(
+        master: str = "",
+        *,
+        messenger: str = "",
+        tenant: str = "",
+        security: Security = Security(),
+        clock: Clock | None = None,
+        shared_memory: bool = True,
+    ) -> PoolClient:
+        """Join a pool by its master's address, or a single messenger by its own. With both, `messenger` is the home; without, the
+        home is the nearest one. `shared_memory` false: over TCP even on one machine.
 
-        Raises ConnectionLost if nobody answers, ConfigError if the pool has no messenger.
+        Raises ConnectionLost, DeadlineExceeded or AccessDenied with the address, ConfigError if the pool has no messenger.
         """
         if not master and not messenger:
-            raise ConfigError("no address", need="the socket of a master or of a messenger")
-        home = messenger or _first_messenger(master)
+            raise ConfigError("no address", need="the address of a master or of a messenger")
+
+        def open_link(address: str, timeout: float = TIMEOUT_S) -> MessengerLink:
+            return MessengerLink.open(address, security=security, tenant=tenant, timeout=timeout)
+
+        def open_master() -> Channel:
+            return SocketChannel(master, _MASTER_TIMEOUT_S, security=security)
+
+        home = messenger or _nearest_messenger(master, open_master, shared_memory)
         return PoolClient(
-            lambda: SocketChannel(home, _HOME_TIMEOUT_S),
-            (lambda: SocketChannel(master, _MASTER_TIMEOUT_S)) if master else None,
-            home_socket=home,
+            lambda: open_link(home, _HOME_TIMEOUT_S),
+            open_master if master else None,
+            open_link,
+            tenant=tenant,
             clock=clock,
+            shared_memory=shared_memory,
         )
 
     # -- writing
 
-    def reserve(self, items: Sequence[tuple[str, int]]) -> list[Reservation | Put | MoonpoolError]:
+    def reserve(
+        self, items: Sequence[tuple[str, int]], options: PutOptions = PLAIN
+    ) -> list[Reservation | Put | MoonpoolError]:
         self._check([key for key, _ in items])
         for key, size in items:
             if not 0 <= size <= m.MAX_SIZE:
                 raise WrongSize("not a size", key=key, need=f"0 to {m.MAX_SIZE} B", have=f"{size} B")
-        try:
-            link, reply = self._home.call(m.Reserve(list(items)), m.Reserved)
-            return [_reservation(key, r, link) for (key, _), r in zip(items, reply.results, strict=True)]
-        except AWAY as e:
-            return [e for _ in items]
+        if options is not PLAIN:
+            _check_options(options, len(items))
+        return self._writer.reserve(items, options)
 
     def commit(self, reservations: Sequence[Reservation]) -> list[PutOutcome]:
         self._check_open()
-        outcomes: dict[int, PutOutcome] = {}
-        for link, mine in _by_link(reservations).items():
-            for r in mine:
-                r.end()  # before the object is visible: nobody may write to it then
-            try:
-                reply = self._home.call_on(link, m.Commit([r.id for r in mine]), m.Committed)
-                results = [Put.STORED if isinstance(r, m.Done) else _error(r) for r in reply.results]
-            except AWAY as e:
-                results = [e for _ in mine]
-            outcomes.update((id(r), o) for r, o in zip(mine, results, strict=True))
-        return [outcomes[id(r)] for r in reservations]
+        return self._writer.commit(_ours(reservations))
 
     def revoke(self, reservations: Sequence[Reservation]) -> None:
-        for link, mine in _by_link(reservations).items():
-            for r in mine:
-                r.end()
-            with contextlib.suppress(*AWAY, PoolClosed):
-                self._home.call_on(link, m.Revoke([r.id for r in mine]), m.Done)
+        with contextlib.suppress(PoolClosed):
+            self._writer.revoke(_ours(reservations))
 
     # -- reading
 
@@ -116,6 +149,44 @@ class PoolClient(KVPool):
         with contextlib.suppress(*AWAY):
             link, opened = manager.call(m.OpenRead([lease.keys[i] for i in places]), m.Opened)
             lease.fill(places, manager, link, opened)
+
+    def batch_get_into(self, keys: Sequence[str], buffers: Sequence[BufferLike]) -> list[int | MoonpoolError]:
+        self._check(keys)
+        outs = [as_bytes_view(b, writable=True) for b in buffers]
+        results: list[int | MoonpoolError | None] = [None] * len(keys)
+        self._get_from(self._home, keys, outs, range(len(keys)), results)
+        missing = [i for i, r in enumerate(results) if r is None]
+        for peer, places in self._peers.locate([keys[i] for i in missing]):
+            self._get_from(peer, keys, outs, [missing[i] for i in places], results)
+        return [NotFound("no such object", key=k) if r is None else r for k, r in zip(keys, results, strict=True)]
+
+    def _get_from(
+        self,
+        manager: Peer,
+        keys: Sequence[str],
+        outs: Sequence[memoryview],
+        places: Sequence[int],
+        results: list[int | MoonpoolError | None],
+    ) -> None:
+        """Copy what this messenger has straight into the buffers. A result is written only when it is known to be good."""
+        with contextlib.suppress(*AWAY):
+            link, opened = manager.call(m.OpenRead([keys[i] for i in places]), m.Opened)
+            if not opened.lease:
+                return
+            fits: list[tuple[int, tuple[int, int]]] = []
+            for i, span in zip(places, opened.spans, strict=True):
+                if span and len(outs[i]) < span[1]:
+                    need, have = f"{span[1]} B", f"{len(outs[i])} B"
+                    results[i] = WrongSize("buffer too small", key=keys[i], need=need, have=have)
+                elif span:
+                    fits.append((i, span))
+            try:
+                errors = link.memory.read_into([s for _, s in fits], [outs[i][: s[1]] for i, s in fits])
+            finally:
+                held = close_lease(manager, link, opened.lease)
+            if held or link.memory.mapped:
+                for (i, span), error in zip(fits, errors, strict=True):
+                    results[i] = None if error else span[1]
 
     def lookup(self, keys: Sequence[PageKey], origins: Sequence[str] = ()) -> list[Match | None]:
         native = [k.text for k in keys]
@@ -148,19 +219,138 @@ class PoolClient(KVPool):
             found = self._home.call(m.Exist(list(keys)), m.Flags)[1].values
         except AWAY:
             found = [False] * len(keys)
+        if all(found):
+            return found
         held = self._held_elsewhere([k for k, f in zip(keys, found, strict=True) if not f])
         return [f or k in held for k, f in zip(keys, found, strict=True)]
 
+    def sizes(self, keys: Sequence[str]) -> list[int | None]:
+        return [found[0].size if found else None for found in self.replicas(keys)]
+
+    def replicas(self, keys: Sequence[str]) -> list[list[Replica]]:
+        self._check(keys)
+        found: list[list[Replica]] = [[] for _ in keys]
+        self._describe_on(self._home, self._peers.home, keys, range(len(keys)), found)
+        peers = self._peers.all()
+        places: dict[str, list[int]] = {}
+        for i, names in enumerate(self._peers.holders(keys) if peers else []):
+            for name in names:
+                places.setdefault(name, []).append(i)
+        for name in sorted(places.keys() & peers.keys()):
+            self._describe_on(peers[name], name, keys, places[name], found)
+        return found
+
+    def _describe_on(
+        self, manager: Peer, name: str, keys: Sequence[str], places: Sequence[int], found: list[list[Replica]]
+    ) -> None:
+        with contextlib.suppress(*AWAY):
+            items = manager.call(m.DescribeObjects([keys[i] for i in places]), m.Descriptions)[1].items
+            info = self._peers.known().get(name)
+            address = (info.listen or info.socket) if info else ""
+            for i, d in zip(places, items, strict=True):
+                if d:
+                    tier = "memory" if d.in_memory else "disk"
+                    found[i].append(Replica(name, address, d.size, tier, d.pin, d.offset))  # type: ignore[arg-type]
+
     # -- the rest
 
-    def batch_remove(self, keys: Sequence[str]) -> list[bool]:
+    def batch_remove(self, keys: Sequence[str], *, force: bool = False, messenger: str = "") -> list[Removed]:
         self._check(keys)
-        removed = [False] * len(keys)
-        for manager in (self._home, *(peer for _, peer in self._peers.all().values())):
+        managers = [self._named(messenger)] if messenger else [self._home, *self._peers.all().values()]
+        removed = [Removed.MISSING] * len(keys)
+        for manager in managers:
             with contextlib.suppress(*AWAY):
-                flags = manager.call(m.Remove(list(keys)), m.Flags)[1].values
-                removed = [a or b for a, b in zip(removed, flags, strict=True)]
+                values = manager.call(m.Remove(list(keys), force), m.Removals)[1].values
+                removed = [b if a is Removed.MISSING else a for a, b in zip(removed, values, strict=True)]
         return removed
+
+    def remove_all(self, *, force: bool = False) -> int:
+        self._check_open()
+        count = 0
+        for manager in (self._home, *self._peers.all().values()):
+            with contextlib.suppress(*AWAY):
+                count += manager.call(m.RemoveAll(force), m.Count)[1].value
+        return count
+
+    def keys(self) -> Iterator[str]:
+        self._check_open()
+        managers = [self._home, *self._peers.all().values()]
+        seen: set[str] | None = set() if len(managers) > 1 else None
+        for manager in managers:
+            with contextlib.suppress(*AWAY):
+                page = manager.call(m.ListKeys(_LIST_PAGE, restart=True), m.KeyPage)[1].keys
+                while page:
+                    yield from page if seen is None else [k for k in page if k not in seen]
+                    if seen is not None:
+                        seen.update(page)
+                    page = manager.call(m.ListKeys(_LIST_PAGE), m.KeyPage)[1].keys
+
+    def copy(self, key: str, targets: Sequence[str], *, source: str = "") -> str:
+        return ",".join(self._start(key, target, source, move=False) for target in targets)
+
+    def move(self, key: str, target: str, *, source: str = "") -> str:
+        return self._start(key, target, source, move=True)
+
+    def _start(self, key: str, target: str, source: str, *, move: bool) -> str:
+        self._check([key])
+        holders = [r.messenger for r in self.replicas([key])[0]]
+        if not holders or (source and source not in holders):
+            raise NotFound("no such object" if not holders else "no such copy", key=key, have=", ".join(holders))
+        manager = self._named(target)
+        at = source or next((h for h in holders if h != target), holders[0])
+        info = self._peers.known().get(at)
+        if info is None:
+            raise NotFound("the master does not know the messenger that holds it", key=at)
+        address = addresses_of(info, host_id())[0]
+        started = manager.call(m.Pull([key], at, address, move), m.Started)[1]
+        return f"{target}/{started.ids[0]}"
+
+    def task(self, task: str) -> TaskStatus:
+        self._check_open()
+        parts = [self._task(one) for one in task.split(",")]
+        if len(parts) == 1:
+            return parts[0]
+        return _together(task, parts)
+
+    def _task(self, task: str) -> TaskStatus:
+        target, _, own = task.rpartition("/")
+        return self._named(target).call(m.GetTask(own), m.Task)[1].status
+
+    def messengers(self) -> list[MessengerInfo]:
+        self._check_open()
+        self._peers.forget_age()
+        known = self._peers.known()
+        return [known[name] for name in sorted(known)]
+
+    def drain(self, messenger: str, *, on: bool = True) -> None:
+        """Let a messenger take nothing new. An admin's verb. Raises NotFound, AccessDenied."""
+        self._named(messenger).call(m.Drain(on), m.Done)
+
+    def set_quota(self, tenant: str, limit: int | None) -> None:
+        """Bytes that a tenant may hold in the whole pool; None lifts the limit. An admin's verb, for the master."""
+        self._require_master().call(m.SetQuota(tenant, limit), m.Done)
+
+    def quotas(self) -> dict[str, tuple[int, int]]:
+        """By tenant: its limit (-1: none) and the bytes that it holds, as of the messengers' last heartbeats."""
+        return self._require_master().call(m.GetQuotas(), m.Quotas)[1].tenants
+
+    def _require_master(self) -> Reconnecting[MasterLink]:
+        self._check_open()
+        if self._master is None:
+            raise ConfigError("this client has no master", fix="Connect by the master's address.")
+        return self._master
+
+    def _named(self, messenger: str) -> Peer:
+        """The link to a messenger. Raises NotFound."""
+        if messenger == self._peers.home:
+            return self._home
+        peers = self._peers.all()
+        if messenger not in peers:
+            self._peers.forget_age()
+            peers = self._peers.all()
+        if messenger not in peers:
+            raise NotFound("no such messenger", key=messenger, have=", ".join([self._peers.home, *sorted(peers)]))
+        return peers[messenger]
 
     def subscribe(self, owners: Sequence[str], capacity: int = 4096) -> EventStream:
         self._check_open()
@@ -168,13 +358,10 @@ class PoolClient(KVPool):
         self._streams.add(stream)
         return stream
 
-    def _event_sources(self) -> dict[str, Callable[[], Channel]]:
+    def _event_sources(self) -> dict[str, Callable[[], MessengerLink]]:
         """How to reach each messenger for events; asked again and again, so that one that joins later is heard."""
         self._check_open()
-        sources: dict[str, Callable[[], Channel]] = {"": self._connect_home}
-        for name, (socket, _) in self._peers.all().items():
-            sources[name] = lambda socket=socket: SocketChannel(socket)  # type: ignore[misc]
-        return sources
+        return {"": self._connect_home, **{name: peer.connect for name, peer in self._peers.all().items()}}
 
     def hint(self, keys: Sequence[PageKey]) -> None:
         native = [k.native.text for k in keys]
@@ -191,9 +378,14 @@ class PoolClient(KVPool):
         return self._master.call(m.GetC2C(), m.C2C)[1].config if self._master else b""
 
     def stats(self) -> PoolStats:
-        """The home messenger's figures. Raises ConnectionLost if it is away."""
+        """The figures of all messengers that answer, added up. Raises ConnectionLost if none does."""
         self._check_open()
-        return self._home.call(m.GetStats(), m.Stats)[1].stats
+        total = None
+        for manager in (self._home, *self._peers.all().values()):
+            with contextlib.suppress(*AWAY):
+                one = manager.call(m.GetStats(), m.Stats)[1].stats
+                total = one if total is None else total + one
+        return total or self._home.call(m.GetStats(), m.Stats)[1].stats
 
     def close(self) -> None:
         self._closed = True
@@ -226,36 +418,56 @@ def _is_unicode(key: str) -> bool:
     return True
 
 
-def _first_messenger(master: str) -> str:
-    channel = SocketChannel(master, _MASTER_TIMEOUT_S)
+def _check_options(options: PutOptions, items: int) -> None:
+    if options.replicas < 1:
+        raise PoolError("not a number of copies", need=">= 1", have=str(options.replicas))
+    if options.groups and len(options.groups) != items:
+        raise PoolError("groups do not fit the keys", need=f"{items}, or none", have=str(len(options.groups)))
+    if options.soft_pin_ttl_s <= 0:
+        raise PoolError("not a time to pin for", need="> 0 s", have=f"{options.soft_pin_ttl_s} s")
+
+
+def _ours(reservations: Sequence[Reservation]) -> list[PoolReservation]:
+    ours = [r for r in reservations if isinstance(r, PoolReservation)]
+    assert len(ours) == len(reservations), "a reservation of another pool"
+    return ours
+
+
+def _master_link(connect: Callable[[], Channel], tenant: str) -> MasterLink:
+    channel = connect()
+    if tenant:
+        channel.call(m.Hello(tenant), m.Registered)
+    return MasterLink(channel)
+
+
+def _nearest_messenger(master: str, open_master: Callable[[], Channel], shared_memory: bool) -> str:
+    """The address of one on this machine, or else of the emptiest."""
+    channel = open_master()
     try:
         found = channel.call(m.ListMessengers(), m.Messengers).messengers
     finally:
         channel.close()
-    if not found:
-        raise ConfigError("the pool has no messenger", key=master, fix="Start one: `moonpool messenger`.")
-    return found[0][1]
+    here = host_id() if shared_memory else ""
+    reachable = [(i.host != here, i.used / max(1, i.capacity), a[0]) for i in found if (a := addresses_of(i, here))]
+    if not reachable:
+        have = f"{len(found)} that this machine cannot reach" if found else "none"
+        raise ConfigError(
+            "the pool has no messenger to reach", key=master, have=have, fix="Start one here: `moonpool messenger`."
+        )
+    return min(reachable)[2]
 
 
-def _reservation(
-    key: str, result: m.Span | m.Existed | m.Error, link: MessengerLink
-) -> Reservation | Put | MoonpoolError:
-    match result:
-        case m.Span():
-            return PoolReservation(key, result, link)
-        case m.Existed():
-            return Put.EXISTED
-        case m.Error():
-            return _error(result)
-
-
-def _error(message: m.Error) -> MoonpoolError:
-    return from_fields(message.name, message.fields)
-
-
-def _by_link(reservations: Iterable[Reservation]) -> dict[MessengerLink, list[PoolReservation]]:
-    groups: dict[MessengerLink, list[PoolReservation]] = {}
-    for r in reservations:
-        assert isinstance(r, PoolReservation), "a reservation of another pool"
-        groups.setdefault(r.link, []).append(r)
-    return groups
+def _together(task: str, parts: Sequence[TaskStatus]) -> TaskStatus:
+    states = {p.state for p in parts}
+    order = ("failed", "running", "pending", "done")
+    return TaskStatus(
+        id=task,
+        kind=parts[0].kind,
+        key=parts[0].key,
+        source=parts[0].source,
+        targets=tuple(t for p in parts for t in p.targets),
+        state=next(s for s in order if s in states),
+        done=sum(p.done for p in parts),
+        total=sum(p.total for p in parts),
+        error="; ".join(p.error for p in parts if p.error),
+    )

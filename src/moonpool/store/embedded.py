@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from moonpool.clock import Clock
 from moonpool.store.client import PoolClient
+from moonpool.store.links import MessengerLink
 from moonpool.store.master.service import MasterService
+from moonpool.store.messenger.disk import DiskConfig, DiskTier
 from moonpool.store.messenger.service import MessengerService
 from moonpool.store.messenger.state import Limits
 from moonpool.transfer.segment import Segment
@@ -15,12 +17,27 @@ class EmbeddedPool(PoolClient):
     """A pool of `capacity` bytes that ends with `close`."""
 
     def __init__(
-        self, capacity: int, *, c2c_config: bytes = b"", clock: Clock | None = None, limits: Limits | None = None
+        self,
+        capacity: int,
+        *,
+        c2c_config: bytes = b"",
+        clock: Clock | None = None,
+        limits: Limits | None = None,
+        disk: DiskConfig | None = None,
+        tenant: str = "",
     ) -> None:
+        """Raises ConfigError (the memory cannot be had), DiskError."""
+        tier = DiskTier.open(disk) if disk else None
         self._segment = Segment.create(capacity)
-        self.service = MessengerService(self._segment, clock=clock, limits=limits or Limits(changes_kept=0))
+        limits = limits or Limits(changes_kept=0)
+        self.service = MessengerService(self._segment, name="embedded", clock=clock, limits=limits, disk=tier)
         self.master = MasterService(c2c_config, clock=clock)
-        super().__init__(lambda: LocalChannel(self.service), lambda: LocalChannel(self.master), clock=clock)
+        super().__init__(
+            lambda: MessengerLink.mapped(LocalChannel(self.service), tenant),
+            lambda: LocalChannel(self.master),
+            tenant=tenant,
+            clock=clock,
+        )
 
     def close(self) -> None:
         self.service.close()

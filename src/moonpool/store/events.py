@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from moonpool.errors import ConnectionLost, DeadlineExceeded, LeaseExpired, PoolClosed
 from moonpool.store.base import EventStream
+from moonpool.store.links import MessengerLink
 from moonpool.types import PoolEvent
 from moonpool.wire import messages as m
-from moonpool.wire.rpc import Channel
 
 _MAX_WAIT_S = 1.0
 """Longest wait at one messenger; messengers that joined meanwhile are heard after it."""
@@ -21,7 +21,7 @@ _TURN_S = 0.02
 
 @dataclass(slots=True)
 class _Source:
-    channel: Channel
+    link: MessengerLink
     subscription: int
     dropped: int = 0
 
@@ -33,7 +33,7 @@ class MergedEvents(EventStream):
     """
 
     def __init__(
-        self, owners: Sequence[str], capacity: int, sources: Callable[[], dict[str, Callable[[], Channel]]]
+        self, owners: Sequence[str], capacity: int, sources: Callable[[], dict[str, Callable[[], MessengerLink]]]
     ) -> None:
         self._owners, self._capacity, self._list = list(owners), capacity, sources
         self._open: dict[str, _Source] = {}
@@ -83,29 +83,29 @@ class MergedEvents(EventStream):
             if not self._closed:
                 self._open[name] = source
                 return
-        source.channel.close()
+        source.link.close()
 
     def _check_open(self) -> None:
         if self._closed:
             raise PoolClosed("the stream is closed")
 
-    def _subscribe(self, connect: Callable[[], Channel]) -> _Source:
+    def _subscribe(self, connect: Callable[[], MessengerLink]) -> _Source:
         self._check_open()
-        channel = connect()
+        link = connect()
         try:
-            return _Source(channel, channel.call(m.Subscribe(self._owners, self._capacity), m.Subscribed).id)
+            return _Source(link, link.channel.call(m.Subscribe(self._owners, self._capacity), m.Subscribed).id)
         except BaseException:
-            channel.close()
+            link.close()
             raise
 
     def _read(self, name: str, source: _Source, limit: int, timeout: float) -> list[PoolEvent]:
         try:
-            reply = source.channel.call(m.NextEvents(source.subscription, limit, timeout), m.Events)
+            reply = source.link.channel.call(m.NextEvents(source.subscription, limit, timeout), m.Events)
         except (ConnectionLost, DeadlineExceeded, LeaseExpired, PoolClosed):
             self._check_open()
             self._lost += source.dropped
             self._open.pop(name, None)
-            source.channel.close()
+            source.link.close()
             return []
         source.dropped = reply.dropped
         return reply.events
@@ -116,4 +116,4 @@ class MergedEvents(EventStream):
             open_, self._open = self._open, {}
         for source in open_.values():
             self._lost += source.dropped
-            source.channel.close()
+            source.link.close()

@@ -1,30 +1,59 @@
-"""What a client holds open: reservations and read leases over a messenger's mapped segment."""
+"""What a client holds open: reservations, on one messenger or several, and read leases."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from moonpool.errors import ConnectionLost, DeadlineExceeded, PoolClosed
 from moonpool.store.base import ReadLease, Reservation
 from moonpool.store.links import MessengerLink, Reconnecting
+from moonpool.store.memory import Span
 from moonpool.wire import messages as m
 
 AWAY = (ConnectionLost, DeadlineExceeded)
 """The other side does not answer: its session, and with it every handle of it, is gone."""
 
+Peer = Reconnecting[MessengerLink]
+
+
+class Part(NamedTuple):
+    """One copy that is being made. It belongs to one session (`link`): a messenger that was restarted does not know it, whatever
+    its number."""
+
+    manager: Peer
+    link: MessengerLink
+    id: int
+    span: Span
+
 
 class PoolReservation(Reservation):
-    """Belongs to one session (`link`): a messenger that was restarted does not know it, whatever its number."""
+    """`view` is the first part's memory, or memory of its own where that cannot be written to in place."""
 
-    __slots__ = ("id", "key", "link", "view")
+    __slots__ = ("_in_place", "_value", "key", "parts", "replace", "strict", "view")
 
-    def __init__(self, key: str, span: m.Span, link: MessengerLink) -> None:
-        self.key, self.id, self.link = key, span.id, link
-        self.view = link.segment.span(span.offset, span.size)
+    def __init__(self, key: str, parts: list[Part], *, replace: bool = False, strict: bool = True) -> None:
+        self.key, self.parts, self.replace, self.strict = key, parts, replace, strict
+        direct = parts[0].link.memory.writable(parts[0].span)
+        self._in_place = direct is not None
+        self.view = memoryview(bytearray(parts[0].span[1])) if direct is None else direct
+        self._value: memoryview | None = None
+
+    def fill(self, value: memoryview) -> None:
+        if self._in_place:
+            self.view[:] = value
+        else:
+            self._value = value  # sent from where it is, at the commit
+
+    def to_send(self) -> list[tuple[Part, memoryview]]:
+        """Copies that still have to be made."""
+        value = self.view if self._value is None else self._value
+        return [(part, value) for part in self.parts[int(self._in_place) :]]
 
     def end(self) -> None:
         """The space is no longer this writer's: a write through `view` fails from now on."""
+        self._value = None
         try:
             self.view.release()
         except BufferError:
@@ -35,23 +64,38 @@ class PoolLease(ReadLease):
     def __init__(self, keys: Sequence[str]) -> None:
         self.keys = tuple(keys)
         self.views = (None,) * len(keys)
-        self._held: list[tuple[Reconnecting[MessengerLink], MessengerLink, int]] = []
+        self._held: list[tuple[Peer, MessengerLink, int]] = []
 
-    def fill(
-        self, places: Sequence[int], manager: Reconnecting[MessengerLink], link: MessengerLink, opened: m.Opened
-    ) -> None:
-        """Take over what a messenger opened for the keys at `places`."""
-        if opened.lease:
+    def fill(self, places: Sequence[int], manager: Peer, link: MessengerLink, opened: m.Opened) -> None:
+        """Take over what a messenger opened for the keys at `places`. What it has to be fetched for is copied here, and the
+        messenger's lease closed."""
+        if not opened.lease:
+            return
+        found = [(place, span) for place, span in zip(places, opened.spans, strict=True) if span]
+        if link.memory.mapped:
             self._held.append((manager, link, opened.lease))
+            got = link.memory.read([span for _, span in found])
+        else:
+            try:
+                got = link.memory.read([span for _, span in found])
+            finally:
+                held = close_lease(manager, link, opened.lease)
+            if not held:
+                return
         views = list(self.views)
-        for place, span in zip(places, opened.spans, strict=True):
-            if span:
-                views[place] = link.segment.span(*span, readonly=True)
+        for (place, _), view in zip(found, got, strict=True):
+            views[place] = view if isinstance(view, memoryview) else None
         self.views = tuple(views)
 
     def close(self) -> None:
         held, self._held = self._held, []
         self.views = (None,) * len(self.keys)
         for manager, link, lease in held:
-            with contextlib.suppress(*AWAY, PoolClosed):
-                manager.call_on(link, m.CloseRead([lease]), m.Done)
+            close_lease(manager, link, lease)
+
+
+def close_lease(manager: Peer, link: MessengerLink, lease: int) -> bool:
+    """Whether the messenger still held it; only then is what was copied out of its memory good."""
+    with contextlib.suppress(*AWAY, PoolClosed):
+        return manager.call_on(link, m.CloseRead([lease]), m.Flags).values[0]
+    return False

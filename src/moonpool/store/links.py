@@ -1,7 +1,8 @@
-"""A client's connections: to one messenger with its segment mapped, and how they come back after a restart."""
+"""A client's connections: to one messenger with its memory, to the master, and how they come back after a restart."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +10,14 @@ from typing import Generic, Protocol, TypeVar
 
 from moonpool.clock import Clock
 from moonpool.errors import ConnectionLost, DeadlineExceeded
+from moonpool.store.memory import MappedMemory, Memory, RemoteMemory
 from moonpool.transfer.segment import Segment
+from moonpool.wire import address as addresses
 from moonpool.wire import messages as m
-from moonpool.wire.rpc import Channel, R
+from moonpool.wire.address import UnixAddress
+from moonpool.wire.auth import Security
+from moonpool.wire.dial import connect
+from moonpool.wire.rpc import Channel, R, SocketChannel
 
 _BACKOFF_S = (0.05, 8.0)
 _FROZEN_S = 1.0
@@ -20,25 +26,48 @@ _FROZEN_S = 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MessengerLink:
-    """One session with one messenger. `segment` maps the same memory as the messenger's own."""
+    """One session with one messenger, and its memory."""
 
     channel: Channel
-    segment: Segment
+    memory: Memory
     generation: str
+    name: str
 
     @staticmethod
-    def open(channel: Channel) -> MessengerLink:
-        """Takes over `channel`."""
+    def mapped(channel: Channel, tenant: str = "") -> MessengerLink:
+        """Over a channel that carries descriptors, which it takes over: bytes go through shared memory."""
         try:
-            welcome = channel.call(m.Hello(), m.Welcome)
-            return MessengerLink(channel, Segment(channel.take_descriptor()), welcome.generation)
+            welcome = channel.call(m.Hello(tenant), m.Welcome)
+            memory = MappedMemory(Segment(channel.take_descriptor()))
+            return MessengerLink(channel, memory, welcome.generation, welcome.name)
         except BaseException:
             channel.close()
             raise
 
+    @staticmethod
+    def open(text: str, *, security: Security = Security(), tenant: str = "", timeout: float = 10.0) -> MessengerLink:
+        """Connect to a messenger's socket, or its TCP address. Raises WireError, ConfigError."""
+        address = addresses.parse(text)
+        channel = SocketChannel(address, timeout, security=security)
+        if isinstance(address, UnixAddress):
+            return MessengerLink.mapped(channel, tenant)
+        try:
+            welcome = channel.call(m.Hello(tenant), m.Welcome)
+        except BaseException:
+            channel.close()
+            raise
+
+        def data() -> socket.socket:
+            sock = connect(address, security, timeout, purpose="data")
+            sock.sendall(welcome.token)
+            return sock
+
+        memory = RemoteMemory(data, welcome.region, welcome.region_generation)
+        return MessengerLink(channel, memory, welcome.generation, welcome.name)
+
     def close(self) -> None:
         self.channel.close()
-        self.segment.close()
+        self.memory.close()
 
 
 class Closable(Protocol):
@@ -85,6 +114,10 @@ class Reconnecting(Generic[L]):
                 self._pause(max(self._backoff, _FROZEN_S))
                 raise
             return self._link
+
+    def connect(self) -> L:
+        """One more link, the caller's own."""
+        return self._connect()
 
     def _pause(self, seconds: float) -> None:
         self._not_before = self._clock.now() + seconds

@@ -10,34 +10,67 @@ from types import FrameType
 import msgspec
 
 from moonpool.errors import ConfigError
+from moonpool.store.host import MessengerHost
 from moonpool.store.master.service import MasterService
-from moonpool.store.messenger.publisher import Publisher
-from moonpool.store.messenger.service import MessengerService
+from moonpool.store.messenger.disk import DiskConfig
 from moonpool.store.messenger.state import Limits
-from moonpool.transfer.segment import Segment
 from moonpool.wire import messages as m
+from moonpool.wire.auth import Security, load_security, security_from_environment
 from moonpool.wire.rpc import Server, SocketChannel
 
 log = logging.getLogger(__name__)
 
+_TICK_S = 0.25
+_MASTER_CONNECTIONS = 4096
+"""Each messenger has two, each client one."""
+
+
+class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Files; what is empty here is taken from the environment (MOONPOOL_SECRET_FILE, MOONPOOL_TLS_CERT, ...)."""
+
+    secret_file: str = ""
+    admin_secret_file: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    tls_name: str = ""
+    tls_mutual: bool = False
+
+    def load(self) -> Security:
+        """Raises ConfigError."""
+        if self == SecurityConfig():
+            return security_from_environment()
+        return load_security(**msgspec.structs.asdict(self))
+
 
 class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     socket: str
+    listen: str = ""
+    """`host:port` for other machines."""
     expiry_s: float = 10.0
     """A messenger without a sign of life for so long is taken for dead."""
+    quotas: dict[str, int] = {}
+    """Bytes that each of these tenants may hold in the whole pool."""
+    security: SecurityConfig = SecurityConfig()
 
 
 class MessengerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     socket: str
     master: str = ""
-    """The master's socket; empty = alone."""
+    """The master's address; empty = alone."""
+    listen: str = ""
+    """`host:port` for other machines, port 0 for any free one; empty: this machine only."""
+    advertise: str = ""
+    """The host that others are told, where it is not the one in `listen`."""
+    disk: DiskConfig | None = None
     capacity: int = 1 << 30
     """Bytes of the segment."""
     high_watermark: float = 0.95
     eviction_ratio: float = 0.05
     reservation_ttl_s: float = 60.0
     max_objects: int = 1 << 20
+    security: SecurityConfig = SecurityConfig()
 
     def limits(self) -> Limits:
         if not 0 < self.high_watermark <= 1 or not 0 <= self.eviction_ratio < self.high_watermark:
@@ -60,11 +93,14 @@ class MessengerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 def run_master(config: MasterConfig, c2c_config: bytes = b"") -> None:
     """Serve until SIGTERM or SIGINT."""
     stop = _stop_on_signals()
-    service = MasterService(c2c_config, expiry_s=config.expiry_s)
-    server = Server(config.socket, service)
-    log.info("master at %s", config.socket)
+    service = MasterService(c2c_config, expiry_s=config.expiry_s, quotas=config.quotas)
+    places = [config.socket, *([config.listen] if config.listen else [])]
+    server = Server(
+        places, service, security=config.security.load(), name="master", max_connections=_MASTER_CONNECTIONS
+    )
+    log.info("master at %s", ", ".join(map(str, server.addresses)))
     try:
-        while not stop.wait(min(1.0, config.expiry_s / 4)):
+        while not stop.wait(min(_TICK_S, config.expiry_s / 4)):
             service.tick()
     finally:
         server.close()
@@ -73,20 +109,22 @@ def run_master(config: MasterConfig, c2c_config: bytes = b"") -> None:
 def run_messenger(config: MessengerConfig) -> None:
     """Serve until SIGTERM or SIGINT; the segment goes with the process."""
     stop = _stop_on_signals()
-    limits = config.limits()
-    segment = Segment.create(config.capacity)
-    service = MessengerService(segment, limits=limits)
-    server = Server(config.socket, service)
-    publisher = Publisher(service, config.name, config.socket, config.master) if config.master else None
-    log.info("messenger %s at %s, %d B", config.name, config.socket, config.capacity)
+    host = MessengerHost(
+        name=config.name,
+        socket=config.socket,
+        capacity=config.capacity,
+        master=config.master,
+        listen=config.listen,
+        advertise=config.advertise,
+        disk=config.disk,
+        limits=config.limits(),
+        security=config.security.load(),
+    )
+    log.info("messenger %s at %s, %d B", config.name, ", ".join(map(str, host.server.addresses)), config.capacity)
     try:
         stop.wait()
     finally:
-        service.close()
-        if publisher:
-            publisher.close()
-        server.close()
-        segment.close()
+        host.close()
 
 
 def _stop_on_signals() -> threading.Event:

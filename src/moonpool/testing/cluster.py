@@ -143,7 +143,7 @@ class LocalCluster:
         """Names of the messengers that the master takes for alive."""
         channel = SocketChannel(self.master.socket, timeout=5)
         try:
-            return [name for name, _ in channel.call(m.ListMessengers(), m.Messengers).messengers]
+            return [i.name for i in channel.call(m.ListMessengers(), m.Messengers).messengers]
         finally:
             channel.close()
 

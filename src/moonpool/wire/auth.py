@@ -36,6 +36,8 @@ class Peer(NamedTuple):
     """Over a Unix socket, or in this process: it can be given descriptors."""
     name: str
     """For logs."""
+    pid: int = 0
+    """Of a local peer in another process."""
 
     def require_admin(self, verb: str) -> None:
         """Raises AccessDenied."""

@@ -181,4 +181,4 @@ def _peer(sock: socket.socket, security: Security, role: Role) -> Peer:
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if security.admin_secret is None and uid == os.geteuid():
         role = "admin"
-    return Peer(role, True, f"pid {pid} uid {uid}")
+    return Peer(role, True, f"pid {pid} uid {uid}", pid)

@@ -61,6 +61,8 @@ class Welcome(Message, frozen=True):
     region: int = 0
     """Of the segment, for transfers from other machines; 0 if there are none."""
     region_generation: int = 0
+    token: bytes = b""
+    """Names this session on its data connections: the first bytes of each."""
 
 
 class Reserve(Message, frozen=True):

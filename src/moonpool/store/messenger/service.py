@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ import msgspec
 from moonpool.clock import Clock, SystemClock
 from moonpool.errors import ConnectionLost, MoonpoolError, ProtocolError, Unsupported
 from moonpool.store.messenger.below import Below
+from moonpool.store.messenger.data import DataConnections
 from moonpool.store.messenger.disk import DiskTier
 from moonpool.store.messenger.quarantine import Process, Quarantine
 from moonpool.store.messenger.state import Changes, Limits, MessengerState, Reserved
@@ -26,6 +28,8 @@ from moonpool.wire import messages as m
 from moonpool.wire.auth import THIS_PROCESS, Peer
 from moonpool.wire.rpc import Service, error_message
 
+log = logging.getLogger(__name__)
+
 _PLAIN = PutOptions()
 _CHUNK = 1024
 """Objects removed at one time by `RemoveAll`: others get their turn in between."""
@@ -37,6 +41,8 @@ class Session:
     process: Process | None = None
     """The other end, where it is another process of this machine."""
     tenant: str = ""
+    token: bytes = b""
+    """Of its data connections, where it has any."""
     listing: Iterator[str] | None = None
 
 
@@ -67,6 +73,8 @@ class MessengerService(Service):
         self._sessions: dict[int, Session] = {}
         self._last_session = 0
         self._closing = False
+        self.data: DataConnections | None = None
+        """Set by who listens for other machines."""
         self.tasks: Tasks | None = None
         """Set by who runs the messenger on a pool: copies between messengers."""
         self.told = Told()
@@ -86,10 +94,14 @@ class MessengerService(Service):
             self._sessions[session].peer, self._sessions[session].process = peer, process
 
     def close_session(self, session: int) -> None:
+        token = self._sessions[session].token
+        cut = not token or self.data is None or self.data.end_session(token)
         with self._lock:
             known = self._sessions.pop(session)
             unfinished = self._state.end_session(session)
-            if unfinished and known.process:
+            if not cut:
+                log.error("a data connection did not end; %d reservations stay taken", len(unfinished))
+            elif unfinished and known.process:
                 self._quarantine.hold(unfinished, known.process)
             else:  # a session of this process is closed by its own will, one from elsewhere has lost its data connections
                 self._state.release(unfinished)
@@ -112,6 +124,8 @@ class MessengerService(Service):
             self._events.notify_all()
         if self.tasks:
             self.tasks.close()
+        if self.data:
+            self.data.close()
         if self._below:
             self._below.close()
         with self._lock:
@@ -135,6 +149,7 @@ class MessengerService(Service):
                 return m.Task(self._tasks().status(task))
         with self._lock:
             self._check_open()
+            self._release()
             reply = self._answer(session, self._sessions[session].tenant, request)
             if isinstance(request, m.Commit | m.Announce) and self._state.watches():
                 self._events.notify_all()
@@ -177,8 +192,8 @@ class MessengerService(Service):
 
     def _answer_rest(self, session: int, tenant: str, request: Any) -> m.Message:
         match request:
-            case m.Hello(tenant):
-                return self._welcome(session, tenant)
+            case m.Hello(asked):
+                return self._welcome(self._sessions[session], asked)
             case m.DescribeObjects(keys):
                 return m.Descriptions([self._describe(k) for k in scoped(tenant, keys)])
             case m.ListKeys(limit, restart):
@@ -198,13 +213,15 @@ class MessengerService(Service):
             case _:
                 raise ProtocolError("not a messenger's request", have=type(request).__name__)
 
-    def _welcome(self, session: int, tenant: str) -> m.Welcome:
-        self._sessions[session].tenant = tenant
-        region = (self._region.id, self._region.generation) if self._region else (0, 0)
-        return m.Welcome(self.generation, self.segment.size, self.name, *region)
+    def _welcome(self, session: Session, tenant: str) -> m.Welcome:
+        session.tenant = tenant
+        if session.peer.local or self.data is None or self._region is None:
+            return m.Welcome(self.generation, self.segment.size, self.name)
+        session.token = session.token or self.data.new_session()
+        region = self._region
+        return m.Welcome(self.generation, self.segment.size, self.name, region.id, region.generation, session.token)
 
     def _reserve(self, session: int, tenant: str, items: list[tuple[str, int]], options: PutOptions) -> m.Reserved:
-        self._release()
         keys = scoped(tenant, [key for key, _ in items])
         groups: Sequence[str] = options.groups or ("",) * len(items)
         if len(groups) != len(items):

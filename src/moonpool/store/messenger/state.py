@@ -450,10 +450,15 @@ class MessengerState:
         self._counts["misses"] -= 1  # `open_read` took it for one
         return lease
 
+    def found_below(self, keys: Sequence[str]) -> None:
+        """The tier below has these from before."""
+        for key in keys:
+            self._note(key, there=True)
+
     def gone_below(self, keys: Sequence[str]) -> None:
         """The tier below dropped these."""
         for key in keys:
-            if key not in self._table:
+            if not self.has(key):
                 self._note(key, there=False)
 
     def fill(self) -> float:

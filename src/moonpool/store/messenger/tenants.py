@@ -1,4 +1,5 @@
-"""Whose an object is. A tenant's keys live in a namespace of their own: `\\x1f<tenant>\\x1f<key>`; the default tenant's have no prefix.
+"""Whose an object is. A tenant's keys live in a namespace of their own: `\\x1f<tenant>\\x1f<key>`; the default
+tenant's have no prefix.
 
 The messenger adds the prefix from what the session said of itself, so no key that a client sends reaches into another namespace.
 """

@@ -1,0 +1,186 @@
+"""One messenger with everything around it: segment, disk tier, sockets, and the threads that tell the master and copy objects.
+
+`run_messenger` is a process that is just this; `Node` is this inside a process that also is a client.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from moonpool.clock import Clock
+from moonpool.errors import ConfigError
+from moonpool.store.client import PoolClient
+from moonpool.store.links import MessengerLink
+from moonpool.store.messenger.data import DataConnections
+from moonpool.store.messenger.disk import DiskConfig, DiskTier
+from moonpool.store.messenger.publisher import Publisher
+from moonpool.store.messenger.service import MessengerService
+from moonpool.store.messenger.state import Limits
+from moonpool.store.messenger.tasks import Tasks
+from moonpool.store.peers import host_id
+from moonpool.transfer.registry import Registry
+from moonpool.transfer.segment import Segment
+from moonpool.transfer.server import TransferServer
+from moonpool.types import MessengerInfo
+from moonpool.wire import address as addresses
+from moonpool.wire.auth import Security
+from moonpool.wire.rpc import Channel, LocalChannel, Server, SocketChannel
+
+log = logging.getLogger(__name__)
+
+_MASTER_S = 5.0
+
+
+class MessengerHost:
+    """Serves from construction to `close`."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        socket: str,
+        capacity: int,
+        master: str = "",
+        listen: str = "",
+        advertise: str = "",
+        disk: DiskConfig | None = None,
+        limits: Limits | None = None,
+        security: Security = Security(),
+        clock: Clock | None = None,
+    ) -> None:
+        """`listen`: `host:port` for other machines, port 0 for any; `advertise`: the host that they are told, where it differs.
+
+        Raises ConfigError (an address is taken or open without a secret; the memory cannot be had), DiskError.
+        """
+        self._undo: list[Callable[[], None]] = []
+        try:
+            self.segment = self._until_close(Segment.create(capacity))
+            tier = DiskTier.open(disk, clock=clock) if disk and clock else DiskTier.open(disk) if disk else None
+            registry = Registry()
+            self._undo.append(registry.close)
+            region = registry.register(self.segment.view, name=name, fd=self.segment.fd) if listen else None
+            limits = limits or Limits(changes_kept=1 << 16 if master else 0)
+            self.service = MessengerService(
+                self.segment, name=name, clock=clock, limits=limits, disk=tier, region=region
+            )
+            self._undo.append(self.service.close)
+            if listen:
+                self.service.data = DataConnections(TransferServer(registry))
+            self.server = Server(
+                [socket, *([listen] if listen else [])],
+                self.service,
+                security=security,
+                handlers={"data": self.service.data.serve} if self.service.data else {},
+                name=f"messenger {name}",
+            )
+            self._undo.append(self.server.close)
+            told = str(addresses.advertised(self.server.addresses[1], advertise)) if listen else ""
+            self._info = MessengerInfo(
+                name=name, socket=str(Path(self.server.path).resolve()), listen=told, host=host_id()
+            )
+            if master:
+                self._join(master, security)
+        except BaseException:
+            self.close()
+            raise
+
+    def _until_close(self, segment: Segment) -> Segment:
+        self._undo.append(segment.close)
+        return segment
+
+    def _join(self, master: str, security: Security) -> None:
+        def connect() -> Channel:
+            return SocketChannel(master, _MASTER_S, security=security)
+
+        def link(address: str, tenant: str) -> MessengerLink:
+            return MessengerLink.open(address, security=security, tenant=tenant)
+
+        self.service.tasks = Tasks(self.service, link)
+        publisher = Publisher(self.service, self.info, connect)
+        self.service.told = publisher
+        self._undo.append(publisher.close)
+
+    def info(self) -> MessengerInfo:
+        """Who this is, with its figures of now."""
+        stats = self.service.stats()
+        return msgspec.structs.replace(
+            self._info,
+            capacity=stats.capacity,
+            used=stats.used,
+            objects=stats.objects,
+            draining=self.service.draining,
+        )
+
+    def close(self) -> None:
+        """Idempotent."""
+        while self._undo:
+            self._undo.pop()()
+
+
+class Node:
+    """A messenger inside this process, and a client whose home it is: what an engine that lends memory to the pool is."""
+
+    def __init__(
+        self,
+        master: str,
+        *,
+        capacity: int,
+        name: str = "",
+        listen: str = "",
+        advertise: str = "",
+        tenant: str = "",
+        disk: DiskConfig | None = None,
+        limits: Limits | None = None,
+        security: Security = Security(),
+    ) -> None:
+        """Raises ConnectionLost or DeadlineExceeded if the master does not answer, and as `MessengerHost`."""
+        self.name = name or f"node-{secrets.token_hex(4)}"
+        SocketChannel(master, _JOIN_S, security=security).close()  # an unreachable master is an error now
+        self._folder = tempfile.TemporaryDirectory(prefix="moonpool-", ignore_cleanup_errors=True)
+        try:
+            self.host = MessengerHost(
+                name=self.name,
+                socket=f"{self._folder.name}/messenger.sock",
+                capacity=capacity,
+                master=master,
+                listen=listen,
+                advertise=advertise,
+                disk=disk,
+                limits=limits,
+                security=security,
+            )
+            try:
+                self.pool = PoolClient(
+                    lambda: MessengerLink.mapped(LocalChannel(self.host.service), tenant),
+                    lambda: SocketChannel(master, _CLIENT_MASTER_S, security=security),
+                    lambda address: MessengerLink.open(address, security=security, tenant=tenant, timeout=_MASTER_S),
+                    tenant=tenant,
+                )
+            except BaseException:
+                self.host.close()
+                raise
+        except BaseException:
+            self._folder.cleanup()
+            raise
+
+    def close(self) -> None:
+        """Leave the pool: what this node holds goes with it. Idempotent."""
+        self.pool.close()
+        self.host.close()
+        self._folder.cleanup()
+
+
+_JOIN_S = 2.5
+_CLIENT_MASTER_S = 2.0
+
+
+def check_listen(listen: str) -> None:
+    """Raises ConfigError for what cannot be listened on over TCP."""
+    if listen and isinstance(addresses.parse(listen, default_port=0), addresses.UnixAddress):
+        raise ConfigError("other machines need a TCP address", key=listen, fix="Give host:port.")
