@@ -16,6 +16,7 @@ from moonpool.engine.sampling import SamplingParams
 from moonpool.engine.scheduler import Limits
 from moonpool.errors import DeadlineExceeded
 from moonpool.store.embedded import EmbeddedPool
+from moonpool.types import PutOptions
 from tests.engine.conftest import PAGE, prompt
 from tests.engine.test_instance import request
 
@@ -250,9 +251,9 @@ def test_a_slow_pool_skips_storing_instead_of_delaying(model: Path, pool: Embedd
     instance = start(model, pool, limits=Limits(store_queue=1))
     hold, reserve = threading.Event(), pool.reserve
 
-    def slow(items: Any) -> Any:
+    def slow(items: Any, options: PutOptions = PutOptions()) -> Any:
         assert hold.wait(20)
-        return reserve(items)
+        return reserve(items, options)
 
     pool.reserve = slow  # type: ignore[method-assign]
     for seed in range(4):

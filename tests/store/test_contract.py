@@ -24,7 +24,7 @@ from moonpool.errors import (
 )
 from moonpool.keys import PageKey
 from moonpool.store.base import KVPool, Match, Reservation
-from moonpool.types import Removed, Hinted, Missed, Put, PutOutcome, Stored
+from moonpool.types import Hinted, Missed, Put, PutOutcome, Removed, Stored
 
 _names = count()
 Fresh = Callable[[int], KVPool]

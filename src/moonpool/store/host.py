@@ -1,21 +1,17 @@
 """One messenger with everything around it: segment, disk tier, sockets, and the threads that tell the master and copy objects.
 
-`run_messenger` is a process that is just this; `Node` is this inside a process that also is a client.
+`run_messenger` is a process that is just this; `node.Node` is this inside a process that also is a client.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from moonpool.clock import Clock
-from moonpool.errors import ConfigError
-from moonpool.store.client import PoolClient
 from moonpool.store.links import MessengerLink
 from moonpool.store.messenger.data import DataConnections
 from moonpool.store.messenger.disk import DiskConfig, DiskTier
@@ -30,7 +26,7 @@ from moonpool.transfer.server import TransferServer
 from moonpool.types import MessengerInfo
 from moonpool.wire import address as addresses
 from moonpool.wire.auth import Security
-from moonpool.wire.rpc import Channel, LocalChannel, Server, SocketChannel
+from moonpool.wire.rpc import Channel, Server, SocketChannel
 
 log = logging.getLogger(__name__)
 
@@ -121,66 +117,3 @@ class MessengerHost:
         """Idempotent."""
         while self._undo:
             self._undo.pop()()
-
-
-class Node:
-    """A messenger inside this process, and a client whose home it is: what an engine that lends memory to the pool is."""
-
-    def __init__(
-        self,
-        master: str,
-        *,
-        capacity: int,
-        name: str = "",
-        listen: str = "",
-        advertise: str = "",
-        tenant: str = "",
-        disk: DiskConfig | None = None,
-        limits: Limits | None = None,
-        security: Security = Security(),
-    ) -> None:
-        """Raises ConnectionLost or DeadlineExceeded if the master does not answer, and as `MessengerHost`."""
-        self.name = name or f"node-{secrets.token_hex(4)}"
-        SocketChannel(master, _JOIN_S, security=security).close()  # an unreachable master is an error now
-        self._folder = tempfile.TemporaryDirectory(prefix="moonpool-", ignore_cleanup_errors=True)
-        try:
-            self.host = MessengerHost(
-                name=self.name,
-                socket=f"{self._folder.name}/messenger.sock",
-                capacity=capacity,
-                master=master,
-                listen=listen,
-                advertise=advertise,
-                disk=disk,
-                limits=limits,
-                security=security,
-            )
-            try:
-                self.pool = PoolClient(
-                    lambda: MessengerLink.mapped(LocalChannel(self.host.service), tenant),
-                    lambda: SocketChannel(master, _CLIENT_MASTER_S, security=security),
-                    lambda address: MessengerLink.open(address, security=security, tenant=tenant, timeout=_MASTER_S),
-                    tenant=tenant,
-                )
-            except BaseException:
-                self.host.close()
-                raise
-        except BaseException:
-            self._folder.cleanup()
-            raise
-
-    def close(self) -> None:
-        """Leave the pool: what this node holds goes with it. Idempotent."""
-        self.pool.close()
-        self.host.close()
-        self._folder.cleanup()
-
-
-_JOIN_S = 2.5
-_CLIENT_MASTER_S = 2.0
-
-
-def check_listen(listen: str) -> None:
-    """Raises ConfigError for what cannot be listened on over TCP."""
-    if listen and isinstance(addresses.parse(listen, default_port=0), addresses.UnixAddress):
-        raise ConfigError("other machines need a TCP address", key=listen, fix="Give host:port.")

@@ -367,3 +367,28 @@ MasterRequest: TypeAlias = (
 ADMIN: tuple[type[Message], ...] = (Drain, SetQuota)
 """Verbs that only an admin may use."""
 EngineRequest: TypeAlias = Hello | Describe | Notify
+Reply: TypeAlias = (
+    Error
+    | Done
+    | Welcome
+    | Reserved
+    | Committed
+    | Opened
+    | Matches
+    | Flags
+    | Removals
+    | Count
+    | KeyPage
+    | Descriptions
+    | Started
+    | Task
+    | Quotas
+    | Subscribed
+    | Events
+    | Stats
+    | Registered
+    | Messengers
+    | Located
+    | C2C
+    | Described
+)

@@ -39,7 +39,7 @@ class Fake(rpc.Service):
         match request:
             case m.Locate(keys):
                 return m.Located([[k] for k in keys])
-            case m.Heartbeat(name):
+            case m.SetQuota(tenant=name):
                 raise NotFound("no such messenger", key=name, need="n", have="h", fix="Register.")
             case m.ListMessengers():
                 self.hold.wait(10)

@@ -67,7 +67,7 @@ def test_calls(channel: rpc.Channel) -> None:
 
 def test_errors_come_back_as_themselves(channel: rpc.Channel) -> None:
     with pytest.raises(NotFound) as caught:
-        channel.call(m.Heartbeat("x"), m.Registered)
+        channel.call(m.SetQuota("x", None), m.Registered)
     e = caught.value
     assert (e.what, e.key, e.need, e.have, e.fix) == ("no such messenger", "x", "n", "h", "Register.")
 
@@ -94,7 +94,7 @@ def test_sessions_end_with_their_channel(service: Fake, server: rpc.Server) -> N
 def test_a_bug_in_a_handler_ends_one_request_only(server: rpc.Server) -> None:
     channel = rpc.SocketChannel(server.path)
     with pytest.raises(MoonpoolError, match="a bug"):
-        channel.call(m.Register("n", "s", "g"), m.Registered)
+        channel.call(m.GetQuotas(), m.Registered)
     channel.call(m.Locate(["a"]), m.Located)
     channel.close()
 

@@ -111,20 +111,33 @@ class Allocator:
         del self._by_start[start]
         del self._by_end[start + size]
 
-    def check_integrity(self, used: Iterable[tuple[int, int]]) -> None:
-        """The caller's (offset, size) in use and the free blocks tile the segment, and no two free ones touch."""
-        blocks = sorted(
-            [(s, rounded(n), False) for s, n in used if n] + [(s, n, True) for s, n in self._by_start.items()]
-        )
-        at, was_free = 0, False
-        for start, size, free in blocks:
-            assert start == at, f"gap or overlap at {at}"
+    def check_integrity(self, used: Iterable[tuple[int, int]] | None = None) -> None:
+        """No two free blocks touch, and all indexes agree; the caller's (offset, size) in use fill the gaps, if given."""
+        gaps: list[tuple[int, int]] = []
+        at = 0
+        for start, size in sorted(self._by_start.items()):
             assert size > 0
             assert start % ALIGN == 0
-            assert not (free and was_free), f"unmerged free blocks at {start}"
-            at, was_free = start + size, free
-        assert at == self.capacity
-        assert self.used == self.capacity - sum(self._by_start.values())
+            assert start > at or start == at == 0, f"unmerged or overlapping free blocks at {start}"
+            if start > at:
+                gaps.append((at, start - at))
+            at = start + size
+        if at < self.capacity:
+            gaps.append((at, self.capacity - at))
+        assert self.used == sum(size for _, size in gaps)
         assert self._sizes == sorted(self._of_size)
         assert {(s, n) for n, starts in self._of_size.items() for s in starts} == set(self._by_start.items())
         assert {(e - s, s) for e, s in self._by_end.items()} == {(n, s) for s, n in self._by_start.items()}
+        if used is not None:
+            self._check_gaps(gaps, sorted((s, rounded(n)) for s, n in used if n))
+
+    @staticmethod
+    def _check_gaps(gaps: list[tuple[int, int]], used: list[tuple[int, int]]) -> None:
+        """Neighbours in use, made one, are exactly the gaps."""
+        runs: list[tuple[int, int]] = []
+        for start, size in used:
+            if runs and sum(runs[-1]) == start:
+                runs[-1] = (runs[-1][0], runs[-1][1] + size)
+            else:
+                runs.append((start, size))
+        assert runs == gaps, "what is in use does not fill what is not free"

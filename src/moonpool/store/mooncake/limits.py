@@ -20,6 +20,9 @@ class Cannot(Enum):
         "the peer cannot remove with a put; a converted page stays until evicted, but no lookup gives it"
     )
     EVENTS_OF_OTHERS = "the peer announces nothing: of other processes only puts are heard, late, and only with watch_s"
+    PUT_OPTIONS = "pins, copies, groups and replacing are not passed on to the peer"
+    NAME_MESSENGERS = "the peer's segments are not Moonpool's messengers; use its own tools for copies and moves"
+    LIST_KEYS = "the peer's client cannot list keys"
 
     def error(self, key: str = "") -> Unsupported:
         return Unsupported(self.value, key=key, fix="See docs/existing-engine.md.")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from moonpool.config import load
 from moonpool.errors import FrameTooLarge, KeyBusy, LeaseExpired, MoonpoolError, NativeExists, PoolError, WrongSize
 from moonpool.keys import PageKey
-from moonpool.store.base import EventStream, KVPool, Match, ReadLease, Reservation
+from moonpool.store.base import PLAIN, EventStream, KVPool, Match, ReadLease, Reservation
 from moonpool.store.mooncake.admin import Admin
 from moonpool.store.mooncake.codes import error_of
 from moonpool.store.mooncake.config import MooncakeConfig, size_of
@@ -21,7 +21,19 @@ from moonpool.store.mooncake.limits import Cannot
 from moonpool.store.mooncake.peer import PeerStore, connect
 from moonpool.store.mooncake.slab import Block, Slab
 from moonpool.store.mooncake.watch import KeyWatch
-from moonpool.types import Hinted, Missed, PoolStats, Put, PutOutcome, Stored
+from moonpool.types import (
+    Hinted,
+    MessengerInfo,
+    Missed,
+    PoolStats,
+    Put,
+    PutOptions,
+    PutOutcome,
+    Removed,
+    Replica,
+    Stored,
+    TaskStatus,
+)
 from moonpool.wire.messages import MAX_BATCH, MAX_KEY, MAX_SIZE
 
 
@@ -71,8 +83,13 @@ class MooncakePool(KVPool):
 
     # -- writing
 
-    def reserve(self, items: Sequence[tuple[str, int]]) -> list[Reservation | Put | MoonpoolError]:
+    def reserve(
+        self, items: Sequence[tuple[str, int]], options: PutOptions = PLAIN
+    ) -> list[Reservation | Put | MoonpoolError]:
+        """Of `options` only the defaults: see `Cannot.PUT_OPTIONS`."""
         self._check([key for key, _ in items])
+        if options != PLAIN:
+            return [Cannot.PUT_OPTIONS.error(key) for key, _ in items]
         for key, size in items:
             if not 0 <= size <= MAX_SIZE:
                 raise WrongSize("not a size", key=key, need=f"0 to {MAX_SIZE} B", have=f"{size} B")
@@ -254,13 +271,39 @@ class MooncakePool(KVPool):
 
     # -- the rest
 
-    def batch_remove(self, keys: Sequence[str]) -> list[bool]:
-        """Also False where the peer holds the object under a read lease: see `Cannot.REMOVE_WHAT_WAS_READ`."""
+    def batch_remove(self, keys: Sequence[str], *, force: bool = False, messenger: str = "") -> list[Removed]:
+        """Also MISSING where the peer holds the object under a read lease, unless `force`: see `Cannot.REMOVE_WHAT_WAS_READ`."""
         self._check(keys)
+        if messenger:
+            raise Cannot.NAME_MESSENGERS.error(messenger)
         if not keys:
             return []
         with self._peer.use() as store:
-            return [code == 0 for code in store.batch_remove(list(keys))]
+            codes = store.batch_remove(list(keys), force)
+        return [Removed.REMOVED if code == 0 else Removed.MISSING for code in codes]
+
+    def sizes(self, keys: Sequence[str]) -> list[int | None]:
+        self._check(keys)
+        found = self._sizes(list(keys)) if keys else {}
+        return [found.get(k) for k in keys]
+
+    def replicas(self, keys: Sequence[str]) -> list[list[Replica]]:
+        raise Cannot.NAME_MESSENGERS.error()
+
+    def keys(self) -> Iterator[str]:
+        raise Cannot.LIST_KEYS.error()
+
+    def copy(self, key: str, targets: Sequence[str], *, source: str = "") -> str:
+        raise Cannot.NAME_MESSENGERS.error(key)
+
+    def move(self, key: str, target: str, *, source: str = "") -> str:
+        raise Cannot.NAME_MESSENGERS.error(key)
+
+    def task(self, task: str) -> TaskStatus:
+        raise Cannot.NAME_MESSENGERS.error(task)
+
+    def messengers(self) -> list[MessengerInfo]:
+        raise Cannot.NAME_MESSENGERS.error()
 
     def subscribe(self, owners: Sequence[str], capacity: int = 4096) -> EventStream:
         """Events of this process, and with `watch_s` puts of others: see `Cannot.EVENTS_OF_OTHERS`."""
