@@ -223,6 +223,18 @@ def test_a_record_under_another_name_is_dropped(tier: DiskTier, folder: Path) ->
     assert tier.stats().dropped == {"other key": 2}
 
 
+def test_a_copy_of_a_record_under_another_name_is_dropped_at_the_start(folder: Path) -> None:
+    tier = open_tier(folder)
+    put(tier, "k", b"1" * 10)
+    tier.close()
+    (folder / "0" / ("0" * 32)).write_bytes(path_of(folder, "k").read_bytes())
+    tier = open_tier(folder)
+    assert get(tier, "k") == b"1" * 10
+    assert tier.stats().dropped == {"other key": 1}
+    assert tier.stats().bytes == taken_on_disk(folder)
+    tier.close()
+
+
 def test_b5_two_keys_with_one_hash_are_never_mixed_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hash with four values only."""
 
