@@ -281,6 +281,8 @@ class TestBuffers:
         )
         assert store.put_tensor_with_tp_from("x", memory.ptr, memory.size, tp_size=2) == INVALID
         assert list(store.objects) == ["k"]
+        ptrs, sizes = [good.ptr, memory.ptr, 0], [good.size, memory.size, memory.size]
+        assert store.batch_put_tensor_with_tp_from(["x", "y", "z"], ptrs, sizes, tp_size=2) == [0, INVALID, INVALID]
 
     def test_lists_that_do_not_belong_together(self, store: FakeStore) -> None:
         good = Memory.holding(WHOLE)

@@ -265,6 +265,8 @@ def test_requests_that_do_not_belong_together(store: FakeStore) -> None:
     assert put(["k", "l"], [WHOLE], [tp(0, 2)] * 2) == put(["k", "l"], [WHOLE]) == [INVALID] * 2
     assert store.batch_put_tensor_with_parallelism_from(["k"], [ptr], [], [tp(0, 2)]) == [INVALID]
     assert store.batch_put_tensor_with_parallelism_from(["k"], [ptr], [size - 1], [tp(0, 2)]) == [INVALID]
+    assert store.batch_put_tensor_with_parallelism_from(["k", "l"], [ptr, ptr], [size, size - 1]) == [INVALID] * 2
+    assert store.put_tensor_with_parallelism_from("k", ptr, size - 1) == INVALID
     assert store.objects == {}
     store.put_tensor("k", WHOLE)
     assert read(["k"], 5) == read(["k"], []) == [None]

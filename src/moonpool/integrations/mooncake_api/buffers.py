@@ -279,16 +279,20 @@ class BufferPool:
         """An idle buffer of exactly this size; else idle ones go until the new one fits under `max_bytes`."""
         dropped = []
         with self._changed:
-            found = self._idle[need].pop() if self._idle.get(need) else None
-            if found is not None:
-                self._idle_bytes -= need
+            found = self._pop_idle(need) if need in self._idle else None
             while self._leased_bytes + self._idle_bytes > self._max_bytes:
-                regions = next(r for r in self._idle.values() if r)
-                dropped.append(regions.pop())
-                self._idle_bytes -= dropped[-1].size
+                dropped.append(self._pop_idle(next(iter(self._idle))))
         for region in dropped:
             self._unregister(region)
         return found
+
+    def _pop_idle(self, size: int) -> _Region:
+        regions = self._idle[size]
+        region = regions.pop()
+        if not regions:
+            del self._idle[size]
+        self._idle_bytes -= size
+        return region
 
     def _allocate(self, need: int) -> _Region:
         region = _Region(need, self._alignment)

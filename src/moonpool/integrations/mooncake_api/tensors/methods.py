@@ -243,10 +243,7 @@ def _put_from(
     store: RawStore, keys: Sequence[str], ptrs: Sequence[int], sizes: Sequence[int], *, replace: bool = False
 ) -> list[int]:
     ptrs, sizes = check_ints(ptrs, "buffer_ptrs"), check_ints(sizes, "sizes")
-    objects = writing.objects_at(ptrs, sizes)
-    if objects is None or len(objects) != len(keys):
-        return [INVALID] * len(keys)
-    return writing.write_each(store, keys, objects, writing.as_it_is, None, replace=replace)
+    return writing.write_from(store, keys, ptrs, sizes, None, replace=replace)
 
 
 def _put_split_from(
@@ -260,10 +257,8 @@ def _put_split_from(
 ) -> list[int]:
     if check_rank(tp_size, "tp_size") <= 1:
         return _put_from(store, keys, ptrs, sizes)
-    objects = writing.objects_at(check_ints(ptrs, "buffer_ptrs"), check_ints(sizes, "sizes"))
-    if objects is None:
-        return [INVALID] * len(keys)
-    return _put_split(store, keys, objects, None, tp_rank, tp_size, split_dim)
+    buffers = writing.buffers_at(check_ints(ptrs, "buffer_ptrs"), check_ints(sizes, "sizes"))
+    return _put_split(store, keys, buffers, None, tp_rank, tp_size, split_dim)
 
 
 def _get_into(

@@ -173,7 +173,7 @@ def _write_batch(
     if parallelisms is None and partitions is None:
         return writing.write_each(store, keys, values, writing.whole, config, replace=replace)
     axes, parts = _each(parallelisms, len(keys)), _each(partitions, len(keys))
-    if axes is None or parts is None or len(values) != len(keys) or None not in (parallelisms, partitions):
+    if axes is None or parts is None or len(values) != len(keys) or _both(parallelisms, partitions):
         return [INVALID] * len(keys)
     asked = [writing.requested(a, p) for a, p in zip(axes, parts, strict=True)]
     return writing.write_requests(store, keys, values, asked, config, replace=replace)
@@ -189,13 +189,19 @@ def _write_batch_from(
     *,
     replace: bool,
 ) -> list[int]:
-    keys = check_keys(keys)
-    objects = writing.objects_at(check_ints(ptrs, "buffer_ptrs"), check_ints(sizes, "sizes"))
+    keys, ptrs, sizes = check_keys(keys), check_ints(ptrs, "buffer_ptrs"), check_ints(sizes, "sizes")
+    if requests[0] is None and requests[1] is None:
+        return writing.write_from(store, keys, ptrs, sizes, config, replace=replace)
+    buffers = writing.buffers_at(ptrs, sizes)
     axes, parts = _each(requests[0], len(keys)), _each(requests[1], len(keys))
-    if objects is None or axes is None or parts is None or len(objects) != len(keys) or None not in requests:
+    if axes is None or parts is None or len(buffers) != len(keys) or _both(*requests):
         return [INVALID] * len(keys)
     asked = [writing.requested_of_whole(a, p) for a, p in zip(axes, parts, strict=True)]
-    return writing.write_requests(store, keys, objects, asked, config, replace=replace)
+    return writing.write_requests(store, keys, buffers, asked, config, replace=replace)
+
+
+def _both(parallelisms: object, partitions: object) -> bool:
+    return parallelisms is not None and partitions is not None
 
 
 def _one(request: object) -> list[object] | None:

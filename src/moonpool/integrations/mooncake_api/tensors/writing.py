@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from moonpool.integrations.mooncake_api.tensors import codec, layout
-from moonpool.integrations.mooncake_api.tensors.header import SIZE, TP, Bytes, Manifest, Shape, parse
+from moonpool.integrations.mooncake_api.tensors.header import SIZE, TP, Bytes, Header, Manifest, Shape, parse
 from moonpool.integrations.mooncake_api.tensors.layout import AxisSpec, Partition, Refusal, Spec
 from moonpool.integrations.mooncake_api.tensors.raw import (
     INVALID,
@@ -71,19 +71,21 @@ def write_requests(
     ]
 
 
-def objects_at(ptrs: Sequence[int], sizes: Sequence[int]) -> list[Bytes] | None:
-    """The callers' buffers, each of which must hold a tensor object of exactly its size; else None, and a line in the log."""
+def write_from(
+    store: RawStore, keys: Sequence[str], ptrs: Sequence[int], sizes: Sequence[int], config: Config, *, replace: bool
+) -> list[int]:
+    """Writes the tensor objects that lie in the callers' buffers. One that holds none refuses the batch, as in the peer."""
+    buffers = buffers_at(ptrs, sizes)
+    if len(buffers) != len(keys) or any(parse(b) is None for b in buffers):
+        return [refuse("needs a buffer for each key that holds a tensor of exactly its size")] * len(keys)
+    return write_each(store, keys, buffers, as_it_is, config, replace=replace)
+
+
+def buffers_at(ptrs: Sequence[int], sizes: Sequence[int]) -> list[Bytes]:
+    """The callers' memory. Empty where there is none or it is too small for a tensor, and altogether if the lists do not fit."""
     if len(ptrs) != len(sizes):
-        refuse(f"{len(ptrs)} buffers but {len(sizes)} sizes")
-        return None
-    objects = []
-    for ptr, size in zip(ptrs, sizes, strict=True):
-        data = memory_at(ptr, size) if ptr and size >= SIZE else None
-        if data is None or parse(data) is None:
-            refuse("a buffer does not hold a tensor of exactly its size")
-            return None
-        objects.append(data)
-    return objects
+        return []
+    return [memory_at(p, n if p and n >= SIZE else 0) for p, n in zip(ptrs, sizes, strict=True)]
 
 
 def whole(key: str, value: object) -> list[Piece]:
@@ -93,6 +95,7 @@ def whole(key: str, value: object) -> list[Piece]:
 
 def as_it_is(key: str, value: Bytes) -> list[Piece]:
     """The buffer itself, which holds header and data already."""
+    _header_in(value)
     return [Piece(key, (value,))]
 
 
@@ -146,12 +149,17 @@ def _tensor_in(value: object) -> torch.Tensor:
     """The value if it is a tensor, or the whole tensor whose object a buffer holds. Raises Refusal."""
     if not isinstance(value, np.ndarray):
         return codec.storable(value)
-    header = parse(value)
-    if header is None:
-        raise Refusal("the buffer does not hold a tensor of exactly its size")
+    header = _header_in(value)
     if header.whole != header.shape:
         raise Refusal("the buffer holds a piece already, not a whole tensor")
     return codec.decode(value, header)
+
+
+def _header_in(value: Bytes) -> Header:
+    header = parse(value)
+    if header is None:
+        raise Refusal("the buffer does not hold a tensor of exactly its size")
+    return header
 
 
 def _all_ranks(key: str, tensor: torch.Tensor, spec: Spec) -> list[Piece]:
