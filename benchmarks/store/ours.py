@@ -16,6 +16,7 @@ from moonpool.store.client import PoolClient
 from moonpool.store.embedded import EmbeddedPool
 from moonpool.transfer.segment import Segment
 from moonpool.types import Put
+from moonpool.wire.auth import load_security
 
 
 class Ours(Side):
@@ -33,6 +34,12 @@ class Ours(Side):
     @staticmethod
     def client(master: str, messenger: str, buffer: int) -> Ours:
         return Ours(PoolClient.connect(master, messenger=messenger), buffer)
+
+    @staticmethod
+    def remote(master: str, messenger: str, secret_file: str, buffer: int) -> Ours:
+        """The home is another host: bytes go over TCP."""
+        security = load_security(secret_file=secret_file)
+        return Ours(PoolClient.connect(master, messenger=messenger, security=security, shared_memory=False), buffer)
 
     def pieces(self, buffer: np.ndarray, starts: Sequence[int], size: int) -> list[np.ndarray]:
         return [buffer[s : s + size] for s in starts]

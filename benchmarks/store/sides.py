@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import Any, Self
 import msgspec
 
 from benchmarks.store import peer_venv
-from moonpool.store.processes import MasterConfig, MessengerConfig
+from moonpool.store.processes import MasterConfig, MessengerConfig, SecurityConfig
 from moonpool.testing.cluster import Node
 from moonpool.testing.leaks import eventually
 
@@ -127,20 +128,38 @@ class Sides:
         """Our master and messengers with the product's own defaults, but for `config` of the messengers."""
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
         master = MasterConfig(socket=str(folder / "master.sock"))
-        nodes = Nodes(_node(folder, "master", master.socket, "master", master), [])
+        nodes = Nodes(Node("master", master.socket, _command("master", master), folder / "master.log"), [])
         for name in (f"m{i}" for i in range(messengers)):
             socket = str(folder / f"{name}.sock")
             messenger = MessengerConfig(name=name, socket=socket, master=master.socket, **config)
-            nodes.messengers.append(_node(folder, name, socket, "messenger", messenger))
+            nodes.messengers.append(Node(name, socket, _command("messenger", messenger), folder / f"{name}.log"))
         for node in (nodes.master, *nodes.messengers):
             self._stack.callback(node.kill)
             node.start()
         return nodes
 
-    def ours_remote(self, there: Sequence[str], here: str, address: str, segment: int, buffer: int) -> Worker | None:
-        """Master and client in this namespace, the messenger in another: `there` is the prefix for commands in it. None while
-        the pool has no way between hosts."""
-        return None
+    def ours_remote(self, there: Sequence[str], address: str, segment: int, buffer: int) -> Worker:
+        """Master and client in this namespace, the messenger behind `address` in another: `there` is the prefix for commands in it.
+        They share the file system, so the messenger finds the master's Unix socket; the bytes go over TCP."""
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
+        secret = folder / "secret"
+        secret.touch(0o600)
+        secret.write_text(secrets.token_hex(16))
+        security = SecurityConfig(secret_file=str(secret))
+        at, port, socket = free_port(), free_port(), str(folder / "master.sock")
+        master = MasterConfig(socket=socket, listen=f"127.0.0.1:{at}", security=security)
+        self.start(_command("master", master), at)
+        messenger = MessengerConfig(
+            name="there",
+            socket=str(folder / "there.sock"),
+            master=socket,
+            listen=f"{address}:{port}",
+            capacity=segment,
+            security=security,
+        )
+        self.start([*there, *_command("messenger", messenger)], port, host=address)
+        arguments = {"master": socket, "messenger": f"{address}:{port}", "secret_file": str(secret), "buffer": buffer}
+        return self._worker("ours-remote", arguments)
 
     def ours_embedded(self, segment: int, buffer: int) -> Worker:
         """All in one process."""
@@ -245,9 +264,8 @@ def _listens(host: str, port: int) -> bool:
         return s.connect_ex((host, port)) == 0
 
 
-def _node(folder: Path, name: str, socket: str, module: str, config: msgspec.Struct) -> Node:
-    command = [sys.executable, "-m", f"moonpool.store.{module}", msgspec.json.encode(config).decode()]
-    return Node(name, socket, command, folder / f"{name}.log")
+def _command(module: str, config: msgspec.Struct) -> list[str]:
+    return [sys.executable, "-m", f"moonpool.store.{module}", msgspec.json.encode(config).decode()]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -25,7 +25,12 @@ def make(kind: str, arguments: dict[str, Any]) -> tuple[Side, dict[str, Callable
         return (Peer.setup if kind == "peer" else Peer.dummy)(**arguments), {}
     from benchmarks.store.ours import Copies, Ours, view_times
 
-    side = (Ours.client if kind == "ours" else Ours.embedded)(**arguments)
+    ways: dict[str, Callable[..., Ours]] = {
+        "ours": Ours.client,
+        "ours-embedded": Ours.embedded,
+        "ours-remote": Ours.remote,
+    }
+    side = ways[kind](**arguments)
     copies = functools.cache(lambda: Copies(side))
     return side, {"copy": lambda **a: copies().rate(**a), "view": functools.partial(view_times, side)}
 
