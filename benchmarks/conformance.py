@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import shutil
 import socket
@@ -25,7 +26,6 @@ from benchmarks import figures
 from moonpool.integrations.mooncake_api import launch
 
 LEASE_MS = 500
-_INSIDE = "MOONPOOL_CONFORMANCE_NAMESPACE"
 _SUITE_S = 400
 _START_S = 20
 
@@ -240,6 +240,17 @@ class Runner:
             _end(process)
 
 
+def _helpers(folder: Path) -> list[str]:
+    """Where the packages are that a helper of the tests imports and Moonpool does not need: installed for this run if missing."""
+    if importlib.util.find_spec("msgpack"):
+        return []
+    command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(folder), "msgpack"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"no msgpack, so test_put_get_tensor.py will not load: {done.stderr[-500:]}", file=sys.stderr)
+    return [str(folder)]
+
+
 def _within(condition: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + _START_S
     while not condition():
@@ -305,17 +316,25 @@ def report(outcomes: Sequence[Outcome], *, complete: bool) -> None:
         print(figures.write("conformance", dict(sorted(totals.items()))))
 
 
-def _in_namespace(arguments: Sequence[str]) -> None:
-    """Start over where only this run's own loopback exists. Stays here if the system does not allow it."""
-    shell = 'ip link set lo up && exec "$0" "$@"'
-    inside = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c"]
-    if os.environ.get(_INSIDE) or not shutil.which("unshare") or not shutil.which("ip"):
-        return
-    if subprocess.run([*inside, shell, "true"], capture_output=True, check=False).returncode:
-        print("no network namespace here: the ports 50051, 50052, 8080 and 9003 must be free", file=sys.stderr)
-        return
-    command = [*inside, shell, sys.executable, "-m", "benchmarks.conformance", *arguments]
-    os.execvpe(command[0], command, {**os.environ, _INSIDE: "1"})
+def _namespace() -> list[str]:
+    """How to start a command where only its own loopback exists; empty if the system does not allow it."""
+    prefix = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$0" "$@"']
+    there = shutil.which("unshare") and shutil.which("ip")
+    if there and subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0:
+        return prefix
+    print("no network namespace here: the ports 50051, 50052, 8080 and 9003 must be free", file=sys.stderr)
+    return []
+
+
+def _run_all(suites: Sequence[Suite], tests: Path, work: Path) -> list[Outcome]:
+    runner = Runner(tests, work)
+    for suite in suites:
+        runner.find(suite.file)
+    outcomes = []
+    for suite in suites:
+        outcomes.append(runner.run(suite))
+        print(f"{suite.name}: {outcomes[-1].passed} of {suite.tests}", flush=True)
+    return outcomes
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -323,23 +342,27 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("tests", type=Path, help="checkout of kvcache-ai/Mooncake")
     parser.add_argument("--only", default="", help="suites whose name contains this; writes no figures")
     parser.add_argument("--logs", type=Path, help="keep the logs here")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    _in_namespace(arguments)
+    if options.work is None:
+        return _outside(arguments, options.logs)
     suites = [s for s in SUITES if options.only in s.name]
-    with tempfile.TemporaryDirectory(prefix="moonpool-conformance-") as folder:
-        runner = Runner(options.tests.resolve(), Path(folder))
-        for suite in suites:
-            runner.find(suite.file)
-        try:
-            outcomes = []
-            for suite in suites:
-                outcomes.append(runner.run(suite))
-                print(f"{suite.name}: {outcomes[-1].passed} of {suite.tests}", flush=True)
-        finally:
-            if options.logs:
-                shutil.copytree(folder, options.logs, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run"))
+    outcomes = _run_all(suites, options.tests.resolve(), options.work)
     report(outcomes, complete=not options.only)
     return int(any(o.passed < o.suite.tests for o in outcomes if o.suite.tier == 1))
+
+
+def _outside(arguments: Sequence[str], logs: Path | None) -> int:
+    """What needs the network, then the run itself in a namespace of its own."""
+    with tempfile.TemporaryDirectory(prefix="moonpool-conformance-") as folder:
+        helpers = _helpers(Path(folder, "helpers"))
+        path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), *helpers])
+        command = [*_namespace(), sys.executable, "-m", "benchmarks.conformance", *arguments, "--work", folder]
+        try:
+            return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
+        finally:
+            if logs:
+                shutil.copytree(folder, logs, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run", "helpers"))
 
 
 if __name__ == "__main__":

@@ -102,7 +102,9 @@ def cluster() -> FakeCluster:
 def pages(cluster: FakeCluster) -> Iterator[HttpThread]:
     with no_leaks():
         pool = FakePool(cluster, "localhost:1")
-        server = HttpThread(http_pages.admin_app(lambda: pool, "127.0.0.1:50051"), "127.0.0.1", 0, "metrics")
+        server = HttpThread(
+            http_pages.admin_app(lambda: pool, pool.messengers, "127.0.0.1:50051"), "127.0.0.1", 0, "metrics"
+        )
         yield server
         server.close()
         server.close()
@@ -140,7 +142,7 @@ def test_admin_pages(pages: HttpThread, cluster: FakeCluster) -> None:
 
 def test_client_pages(cluster: FakeCluster) -> None:
     answers = [0, 2]
-    app = http_pages.client_app(lambda: answers.pop(0), lambda: FakePool(cluster))
+    app = http_pages.client_app(lambda: answers.pop(0), FakePool(cluster).messengers)
     server = HttpThread(app, "127.0.0.1", 0, "client metrics")
     try:
         assert get(server, "/health") == (200, '{"status":"healthy","code":0}')
@@ -150,7 +152,7 @@ def test_client_pages(cluster: FakeCluster) -> None:
 
 
 def test_a_busy_or_open_port_is_named_with_its_purpose(pages: HttpThread, cluster: FakeCluster) -> None:
-    app = http_pages.admin_app(lambda: FakePool(cluster), "")
+    app = http_pages.admin_app(lambda: FakePool(cluster), FakePool(cluster).messengers, "")
     with pytest.raises(ConfigError, match=r"metrics.*in use"):
         HttpThread(app, "127.0.0.1", pages.port, "metrics")
     with pytest.raises(ConfigError, match=r"metrics.*without a secret"):

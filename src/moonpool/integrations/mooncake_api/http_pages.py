@@ -12,38 +12,39 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from moonpool.errors import MoonpoolError, NotEnoughMessengers
+from moonpool.errors import MoonpoolError
 from moonpool.integrations.mooncake_api.codes import Code, code_of
 from moonpool.store.base import KVPool
 from moonpool.types import MessengerInfo, Replica
 
 Pool = Callable[[], KVPool]
-"""The pool at the time of a request. Raises MoonpoolError, NotEnoughMessengers if it has no messenger."""
+Members = Callable[[], Sequence[MessengerInfo]]
+"""The pool, and who belongs to it, at the time of a request. They raise MoonpoolError."""
 
 
-def admin_app(pool: Pool, leader: str) -> Starlette:
+def admin_app(pool: Pool, members: Members, leader: str) -> Starlette:
     """`leader` is the master's own address."""
 
     def get_all_segments(request: Request) -> Response:
-        return _lines(m.name for m in _messengers(pool))
+        return _lines(m.name for m in members())
 
     def get_all_keys(request: Request) -> Response:
-        return _lines(pool().keys() if _messengers(pool) else ())
+        return _lines(pool().keys())
 
     def query_segment(request: Request) -> Response:
         name = request.query_params.get("segment", "")
-        found = next((m for m in _messengers(pool) if m.name == name), None)
+        found = next((m for m in members() if m.name == name), None)
         if found is None:
             return PlainTextResponse("Failed to query segment", 500)
         return PlainTextResponse(f"{name}\nUsed(bytes): {found.used}\nCapacity(bytes) : {found.capacity}\n")
 
     def get_segments_detail(request: Request) -> Response:
         return JSONResponse(
-            [{"name": m.name, "used": m.used, "capacity": m.capacity, "objects": m.objects} for m in _messengers(pool)]
+            [{"name": m.name, "used": m.used, "capacity": m.capacity, "objects": m.objects} for m in members()]
         )
 
     def query_key(request: Request) -> Response:
-        replicas = _replicas(pool, [request.query_params.get("key", "")])[0]
+        replicas = pool().replicas([request.query_params.get("key", "")])[0]
         if not replicas:
             error = {"success": False, "error_code": int(Code.NOT_FOUND), "error_message": "OBJECT_NOT_FOUND"}
             return JSONResponse(error, 404)
@@ -53,7 +54,7 @@ def admin_app(pool: Pool, leader: str) -> Starlette:
         keys = [k for k in request.query_params.get("keys", "").split(",") if k]
         if not keys:
             return JSONResponse({"success": False, "error": "No keys provided. Use ?keys=key1,key2,..."}, 400)
-        found = zip(keys, _replicas(pool, keys), strict=True)
+        found = zip(keys, pool().replicas(keys), strict=True)
         return JSONResponse({"success": True, "data": {key: _found(replicas) for key, replicas in found}})
 
     def health(request: Request) -> Response:
@@ -73,27 +74,27 @@ def admin_app(pool: Pool, leader: str) -> Starlette:
         health,
         role,
     ]
-    return _app(pages, Segments(pool))
+    return _app(pages, Segments(members))
 
 
-def client_app(health_check: Callable[[], int], pool: Pool) -> Starlette:
+def client_app(health_check: Callable[[], int], members: Members) -> Starlette:
     """`health_check` answers as the store's does."""
 
     def health(request: Request) -> Response:
         code = health_check()
         return JSONResponse({"status": "unhealthy" if code else "healthy", "code": code}, 503 if code else 200)
 
-    return _app([health], Segments(pool))
+    return _app([health], Segments(members))
 
 
 class Segments(Collector):
     """The peer's names for a pool's capacity, use and objects, in sum and by segment."""
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
+    def __init__(self, members: Members) -> None:
+        self._members = members
 
     def collect(self) -> Sequence[GaugeMetricFamily | CounterMetricFamily]:
-        segments = _messengers(self._pool)
+        segments = self._members()
         totals = (
             ("master_total_capacity_bytes", "Bytes of all segments", sum(m.capacity for m in segments)),
             ("master_allocated_bytes", "Bytes that objects take", sum(m.used for m in segments)),
@@ -129,20 +130,6 @@ def _app(pages: Sequence[Callable[[Request], Response]], figures: Segments) -> S
     routes = [Route(f"/{page.__name__}", page) for page in pages]
     routes += [Route("/metrics", metrics), Route("/metrics/summary", summary)]
     return Starlette(routes=routes, exception_handlers={MoonpoolError: refused})
-
-
-def _messengers(pool: Pool) -> list[MessengerInfo]:
-    try:
-        return pool().messengers()
-    except NotEnoughMessengers:
-        return []
-
-
-def _replicas(pool: Pool, keys: Sequence[str]) -> list[list[Replica]]:
-    try:
-        return pool().replicas(keys)
-    except NotEnoughMessengers:
-        return [[] for _ in keys]
 
 
 def _lines(names: object) -> Response:

@@ -13,8 +13,9 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from moonpool.errors import ConfigError
+from moonpool.errors import ConfigError, DeadlineExceeded, MoonpoolError
 from moonpool.integrations.mooncake_api import names
+from moonpool.integrations.mooncake_api.codes import refused
 from moonpool.integrations.mooncake_api.config import parse_size
 from moonpool.integrations.mooncake_api.empty import EmptyPool
 from moonpool.integrations.mooncake_api.settings import Settings
@@ -34,6 +35,7 @@ _ATTEMPTS = 20
 _RETRY_S = 1.0
 _MASTER_S = 2.5
 """Seconds that a master has to answer."""
+_POLL_S = 0.01
 
 
 class Segment(Protocol):
@@ -78,6 +80,15 @@ class Joined:
             raise ConfigError("this store cannot have segments", key=self.name)
         return self._add(capacity)
 
+    def health(self) -> int:
+        """0, or 2 if no master answers: the codes of `health_check`."""
+        try:
+            self.pool.messengers()
+        except MoonpoolError as e:
+            refused("health_check", e)
+            return 2
+        return 0
+
     def on_close(self, end: Callable[[], object]) -> None:
         self._leave.callback(end)
 
@@ -99,7 +110,13 @@ def join_pool(settings: Settings) -> Joined:
 
     def node(capacity: int, name: str, listen: str) -> Node:
         disk = disk_at(settings.ssd_offload_path) if settings.enable_ssd_offload else None
-        return Node(master, name=name, capacity=capacity, listen=listen, tenant=tenant, disk=disk, security=security)
+        made = Node(master, name=name, capacity=capacity, listen=listen, tenant=tenant, disk=disk, security=security)
+        try:
+            _await_known(name, master, security)
+        except BaseException:
+            made.close()
+            raise
+        return made
 
     def client() -> KVPool | None:
         if not messengers_of(master, security):
@@ -109,14 +126,29 @@ def join_pool(settings: Settings) -> Joined:
     def segment(capacity: int) -> Segment:
         return node(capacity, f"{name}#{next(extra)}", f"{bind_host(host, security)}:0")
 
-    if not settings.global_segment_size:
+    if settings.global_segment_size:
+        own = _own_node(node, settings, host, port, security)
+        name = own.name
+        joined = Joined(name, settings.local_buffer_size, lambda: own.pool, segment)
+        joined.on_close(own.close)
+    else:
         name = names.join(host, port or names.free_port())
-        return Joined(name, settings.local_buffer_size, client, segment, owned=True)
-    own = _own_node(node, settings, host, port, security)
-    name = own.name
-    joined = Joined(name, settings.local_buffer_size, lambda: own.pool, segment)
-    joined.on_close(own.close)
+        joined = Joined(name, settings.local_buffer_size, client, segment, owned=True)
+    if settings.enable_client_http_server:
+        _serve_pages(joined, settings.client_http_port)
     return joined
+
+
+def _serve_pages(joined: Joined, port: int) -> None:
+    """Health and figures of this store over HTTP. Raises ConfigError if the port is taken."""
+    from moonpool.integrations.mooncake_api import http_front, http_pages  # only who wants pages pays for a web server
+
+    try:
+        app = http_pages.client_app(joined.health, lambda: joined.pool.messengers())
+        joined.on_close(http_front.HttpThread(app, "127.0.0.1", port, "client metrics").close)
+    except BaseException:
+        joined.close()
+        raise
 
 
 def messengers_of(master: str, security: Security) -> list[MessengerInfo]:
@@ -126,6 +158,15 @@ def messengers_of(master: str, security: Security) -> list[MessengerInfo]:
         return channel.call(m.ListMessengers(), m.Messengers).messengers
     finally:
         channel.close()
+
+
+def _await_known(name: str, master: str, security: Security) -> None:
+    """A set-up store is one that others see. Raises DeadlineExceeded if the master does not know it in time."""
+    deadline = time.monotonic() + _MASTER_S
+    while all(info.name != name for info in messengers_of(master, security)):
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded("the master does not list this segment", key=name, have=master)
+        time.sleep(_POLL_S)
 
 
 def _own_node(

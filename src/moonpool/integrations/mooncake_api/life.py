@@ -8,9 +8,9 @@ import threading
 import weakref
 from typing import Any
 
-from moonpool.errors import ConfigError, MoonpoolError, PoolClosed
+from moonpool.errors import ConfigError, PoolClosed
 from moonpool.integrations.mooncake_api import dummy, settings
-from moonpool.integrations.mooncake_api.codes import coded, refused, told
+from moonpool.integrations.mooncake_api.codes import coded, told
 from moonpool.integrations.mooncake_api.joining import Joined, join_pool
 from moonpool.integrations.mooncake_api.memory import MemoryPool, Ranges
 from moonpool.store.base import KVPool
@@ -96,14 +96,7 @@ class Life:
     def health_check(self) -> int:
         """0 healthy, 1 not set up or closed, 2 no master answers."""
         joined = self._joined
-        if joined is None:
-            return 1
-        try:
-            joined.pool.messengers()
-        except MoonpoolError as e:
-            refused("health_check", e)
-            return 2
-        return 0
+        return joined.health() if joined is not None else 1
 
     def close(self) -> int:
         """Leave the pool; the objects in this store's own segment go with it. 0, also when called again."""

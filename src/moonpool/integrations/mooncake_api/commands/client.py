@@ -14,7 +14,6 @@ from moonpool.integrations.mooncake_api import dummy, flags, http_pages, setting
 from moonpool.integrations.mooncake_api.commands.running import run
 from moonpool.integrations.mooncake_api.http_front import HttpThread
 from moonpool.integrations.mooncake_api.joining import bind_host, disk_at, messengers_of
-from moonpool.store.client import PoolClient
 from moonpool.store.processes import MessengerConfig, run_messenger
 from moonpool.wire import address as addresses
 from moonpool.wire.auth import security_from_environment
@@ -56,8 +55,7 @@ def main(arguments: Sequence[str]) -> None:
     door = dummy.Door(master=master, socket=config.socket, tenant=tenant)
     with contextlib.ExitStack() as stack:
         if given["enable_http_server"]:
-            client = lambda: PoolClient.connect(master, messenger=config.socket, security=security)  # noqa: E731
-            app = http_pages.client_app(lambda: 0, client)
+            app = http_pages.client_app(lambda: 0, lambda: messengers_of(master, security))
             stack.callback(HttpThread(app, "127.0.0.1", given["http_port"], "client metrics").close)
         path = dummy.door_path(port)
         path.write_bytes(msgspec.json.encode(door))

@@ -15,7 +15,7 @@ from moonpool.store.client import PoolClient
 from moonpool.store.metadata.server import MetadataServer
 from moonpool.store.processes import MasterConfig, run_master
 from moonpool.wire.address import TcpAddress
-from moonpool.wire.auth import security_from_environment
+from moonpool.wire.auth import Security, security_from_environment
 
 DEFAULT_PORT = 50051
 FLAGS = {
@@ -64,7 +64,9 @@ def main(arguments: Sequence[str]) -> None:
     )
     with contextlib.ExitStack() as stack:
         if given["enable_metric_reporting"]:
-            app = http_pages.admin_app(_pool(config.socket, stack), reach)
+            security = security_from_environment()
+            members = lambda: messengers_of(config.socket, security)  # noqa: E731
+            app = http_pages.admin_app(_pool(config.socket, security, stack), members, reach)
             stack.callback(HttpThread(app, given["metrics_host"], given["metrics_port"], "metrics").close)
         if given["enable_http_metadata_server"]:
             host, port = given["http_metadata_server_host"], given["http_metadata_server_port"]
@@ -72,9 +74,8 @@ def main(arguments: Sequence[str]) -> None:
         run_master(config)
 
 
-def _pool(master: str, stack: contextlib.ExitStack) -> http_pages.Pool:
+def _pool(master: str, security: Security, stack: contextlib.ExitStack) -> http_pages.Pool:
     """The pool of this master, joined when a page first needs it."""
-    security = security_from_environment()
     joined: list[Joined] = []
 
     def connect() -> KVPool | None:
