@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -104,6 +105,34 @@ class Model:
         assert set(self.tier.keys()) <= set(self.may_hold)
         for key in self.may_hold:
             self.read(key)
+
+
+class Gate(OsFiles):
+    """Holds calls of one kind until told to go on."""
+
+    def __init__(self) -> None:
+        self.fsync_entered, self.fsync_go = threading.Event(), threading.Event()
+        self.read_entered, self.read_go = threading.Event(), threading.Event()
+        self.read_go.set()
+        self.fsync_go.set()
+
+    def hold_fsync(self) -> None:
+        self.fsync_go.clear()
+
+    def hold_read(self) -> None:
+        self.read_go.clear()
+        self.read_entered.clear()
+
+    def fsync(self, fd: int) -> None:
+        self.fsync_entered.set()
+        assert self.fsync_go.wait(20)
+        super().fsync(fd)
+
+    def read(self, fd, buffers, offset):  # type: ignore[no-untyped-def]
+        done = super().read(fd, buffers, offset)
+        self.read_entered.set()
+        assert self.read_go.wait(20)
+        return done
 
 
 class FaultyFiles(OsFiles):
