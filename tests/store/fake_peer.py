@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+
+from moonpool.store.mooncake.admin import Admin, PeerSegment
+
+MODULE = SimpleNamespace(ReplicateConfig=SimpleNamespace, SoftPinAction=SimpleNamespace(ENABLE="enable"))
+"""What the pool uses of the peer's module."""
 
 
 class Replica:
@@ -51,6 +57,7 @@ class FakeStore:
     register_code: int = 0
     calls: list[str] = field(default_factory=list)
     configs: list[Any] = field(default_factory=list)
+    tasks: dict[tuple[int, int], Any] = field(default_factory=dict)
     closed: bool = False
 
     def _enter(self, name: str) -> None:
@@ -117,7 +124,55 @@ class FakeStore:
                 codes.append(0 if self.objects.pop(key, None) is not None else -704)
         return codes
 
+    def batch_replica_clear(self, keys: list[str], segment: str, /) -> list[str]:
+        self._enter("batch_replica_clear")
+        free = [k for k in keys if k in self.objects and k not in self.leased and segment == "fake:1"]
+        return [] if self.code else [k for k in free if self.objects.pop(k)]
+
+    def remove_all(self, force: bool = False, /) -> int:
+        self._enter("remove_all")
+        going = [k for k in self.objects if force or k not in self.leased]
+        return self.code or len([self.objects.pop(k) for k in going])
+
+    def create_copy_task(self, key: str, targets: list[str], /) -> tuple[tuple[int, int], int]:
+        return self._task("REPLICA_COPY", key, targets)
+
+    def create_move_task(self, key: str, source: str, target: str, /) -> tuple[tuple[int, int], int]:
+        return self._task("REPLICA_MOVE", key, [source, target])
+
+    def _task(self, kind: str, key: str, places: list[str]) -> tuple[tuple[int, int], int]:
+        self._enter(kind)
+        if key not in self.objects or any(not p.startswith("fake:") for p in places):
+            return (0, 0), -704 if key not in self.objects else -600
+        number = (1, len(self.tasks))
+        self.tasks[number] = SimpleNamespace(
+            type=SimpleNamespace(name=kind), status=SimpleNamespace(name="PENDING"), message=""
+        )
+        return number, 0
+
+    def query_task(self, task: tuple[int, int], /) -> tuple[Any, int]:
+        self._enter("query_task")
+        return (self.tasks[task], 0) if task in self.tasks else (None, -1400)
+
     def close(self) -> int:
         self._enter("close")
         self.closed = True
         return 0
+
+
+class FakeAdmin(Admin):
+    """The admin port of the master behind a `FakeStore`, which has one segment."""
+
+    def __init__(self, store: FakeStore) -> None:
+        super().__init__("fake:9003", 1.0)
+        self._store = store
+
+    def figures(self) -> dict[str, int]:
+        return {"master_key_count": len(self._store.objects)}
+
+    def segments(self) -> list[PeerSegment]:
+        used = sum(map(len, self._store.objects.values()))
+        return [PeerSegment("fake:1", "fake:1", "0x0", 1 << 20, used, "OK")]
+
+    def all_keys(self) -> Iterator[str]:
+        yield from self._store.objects

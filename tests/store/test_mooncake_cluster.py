@@ -15,13 +15,13 @@ from moonpool.c2c.config import C2CConfig
 from moonpool.c2c.converter import Converter
 from moonpool.engine.instance import Instance
 from moonpool.engine.request import GenerateRequest
-from moonpool.errors import ConnectionLost, MoonpoolError, NoSpace, PoolClosed, WireError
+from moonpool.errors import ConnectionLost, MoonpoolError, NoSpace, NotFound, PoolClosed, WireError
 from moonpool.keys import PageKey
 from moonpool.store.base import KVPool, Match
 from moonpool.store.mooncake import MooncakePool
 from moonpool.system import bundled_system
 from moonpool.testing.leaks import eventually
-from moonpool.types import Put, Stored
+from moonpool.types import Put, PutOptions, Removed, Stored
 from tests.c2c.pairs import BUNDLE, PAGE, config, identity_of, keys_of, model, random_kv, rule
 from tests.store.peer import PeerMaster
 
@@ -166,6 +166,38 @@ def test_figures_of_the_cluster(pool: MooncakePool) -> None:
     after = pool.stats()
     assert before.capacity >= 32 * MIB
     assert (after.used - before.used, after.objects - before.objects) == (MIB, 1)
+
+
+def test_replicas_are_placed_copied_moved_and_removed_on_segments(master: PeerMaster) -> None:
+    with PeerMaster("--default_kv_lease_ttl=1") as two, two.client(16 * MIB) as here, two.client(16 * MIB) as there:
+        names = sorted(m.name for m in here.messengers())
+        assert [m.capacity for m in here.messengers()] == [16 * MIB] * 2
+
+        def places(key: str) -> list[str]:
+            return sorted(r.messenger for r in there.replicas([key])[0])
+
+        def finish(task: str) -> str:
+            assert eventually(lambda: here.task(task).state in ("done", "failed"), timeout_s=20)
+            return here.task(task).state
+
+        here.put("both", b"x", options=PutOptions(replicas=2, strict_replicas=False))
+        assert places("both") == names
+        here.put("one", b"12345", options=PutOptions(preferred=(names[0],)))
+        assert places("one") == [names[0]]
+        assert finish(here.copy("one", [names[1]])) == "done"
+        assert places("one") == names
+        assert eventually(lambda: here.batch_remove(["one"], messenger=names[0]) == [Removed.REMOVED])
+        assert places("one") == [names[1]]
+        task = here.move("one", names[0])
+        assert finish(task) == "done"
+        assert (here.task(task).done, places("one"), there.get("one")) == (5, [names[0]], b"12345")
+        with pytest.raises(NotFound):
+            here.copy("one", ["nowhere:1"])
+        assert sorted(here.keys()) == ["both", "one"]
+        assert here.query_by_regex("^o") == ["one"]
+        assert eventually(lambda: here.remove_by_regex("^o") == 1)
+        assert eventually(lambda: here.remove_all() == 1)
+        assert list(there.keys()) == []
 
 
 def test_closing_under_load_never_kills_the_interpreter(master: PeerMaster, pool: MooncakePool) -> None:

@@ -34,8 +34,8 @@ from moonpool.store.mooncake.config import size_of
 from moonpool.store.mooncake.limits import Cannot
 from moonpool.store.mooncake.peer import PeerStore, connect
 from moonpool.testing.leaks import eventually
-from moonpool.types import Put, Stored
-from tests.store.fake_peer import FakeStore
+from moonpool.types import Pin, Put, PutOptions, Removed, Stored
+from tests.store.fake_peer import MODULE, FakeAdmin, FakeStore
 
 SLAB = 64 << 10
 KEY = PageKey("a" * 32, 3, "c" * 32)
@@ -51,7 +51,7 @@ def store() -> FakeStore:
 @pytest.fixture
 def pool(store: FakeStore) -> Iterator[MooncakePool]:
     """Whatever a test leaves in the slab is a failure."""
-    with MooncakePool(PeerStore(store, SimpleNamespace), slab_size=SLAB) as pool:
+    with MooncakePool(PeerStore(store, MODULE), slab_size=SLAB, admin=FakeAdmin(store)) as pool:
         yield pool
         pool.slab.check_integrity()
         assert pool.slab.used == 0
@@ -113,7 +113,7 @@ def test_what_is_gone_between_size_and_get_is_a_miss(store: FakeStore) -> None:
             return size
 
     store = Evicting(objects={"k": b"0123456789"}, tiers={"k": "local disk"})
-    with MooncakePool(PeerStore(store, SimpleNamespace), slab_size=SLAB) as pool:
+    with MooncakePool(PeerStore(store, MODULE), slab_size=SLAB) as pool:
         assert pool.batch_get(["k"]) == [None]
         assert pool.slab.used == 0
 
@@ -171,6 +171,98 @@ def test_what_is_leased_is_not_removed(pool: MooncakePool, store: FakeStore) -> 
     assert [bool(r) for r in pool.batch_remove(["a", "b", "c"])] == [True, False, False]
 
 
+def test_what_one_asks_of_a_put_reaches_the_peer_in_its_words(pool: MooncakePool, store: FakeStore) -> None:
+    options = PutOptions(
+        replicas=2, strict_replicas=False, preferred=("a:1", "b:2"), pin=Pin.SOFT, soft_pin_ttl_s=1.5, groups=("g", "")
+    )
+    assert pool.batch_put(["x", "y"], [b"1", b"2"], options=options) == [Put.STORED] * 2
+    [asked] = store.configs
+    assert (asked.replica_num, asked.preferred_segments, asked.group_ids) == (2, ["a:1", "b:2"], ["g", ""])
+    assert (asked.soft_pin_action, asked.soft_pin_ttl_ms, asked.with_hard_pin) == ("enable", 1500, False)
+    pool.put("z", b"3", options=PutOptions(pin=Pin.HARD))
+    assert store.configs[1].with_hard_pin
+    with pytest.raises(ConfigError):
+        pool.reserve([("w", 1)], PutOptions(groups=("g", "h")))
+
+
+@pytest.mark.parametrize("options", [PutOptions(replace=True), PutOptions(replicas=2)])
+def test_what_the_peer_would_do_wrongly_is_not_asked_of_it(
+    pool: MooncakePool, store: FakeStore, options: PutOptions
+) -> None:
+    with pytest.raises(Unsupported):
+        pool.put("k", b"x", options=options)
+    assert "batch_put_from" not in store.calls
+
+
+def test_removing_tells_what_was_missing_from_what_is_held(pool: MooncakePool, store: FakeStore) -> None:
+    def fill() -> None:
+        store.objects, store.leased = {"a": b"x", "b": b"x"}, {"b"}
+
+    fill()
+    assert pool.batch_remove(["a", "b", "c"]) == [Removed.REMOVED, Removed.PINNED, Removed.MISSING]
+    assert pool.batch_remove(["b"], force=True) == [Removed.REMOVED]
+    fill()
+    assert pool.batch_remove(["a", "b", "c"], messenger="fake:1") == [Removed.REMOVED, Removed.PINNED, Removed.MISSING]
+    with pytest.raises(NotFound):
+        pool.batch_remove(["b"], messenger="elsewhere:1")
+    with pytest.raises(Unsupported):
+        pool.batch_remove(["b"], messenger="fake:1", force=True)
+    fill()
+    assert (pool.remove_all(), pool.remove_all(force=True)) == (1, 1)
+    store.code = -900
+    assert pool.batch_remove(["a"]) == [Removed.MISSING]
+    with pytest.raises(ConnectionLost):
+        pool.remove_all()
+
+
+def test_sizes_and_replicas(pool: MooncakePool, store: FakeStore) -> None:
+    store.objects, store.tiers = {"a": b"123", "b": b"12345"}, {"b": "local disk"}
+    assert pool.sizes(["b", "no", "a", "a"]) == [5, None, 3, 3]
+    [memory], [disk], none = pool.replicas(["a", "b", "no"])
+    assert (memory.messenger, memory.size, memory.tier) == ("fake:1", 3, "memory")
+    assert (disk.tier, none) == ("disk", [])
+
+
+def test_tasks_go_on_at_the_peer(pool: MooncakePool, store: FakeStore) -> None:
+    store.objects = {"k": b"123"}
+    task = pool.copy("k", ["fake:2"])
+    first = pool.task(task)
+    assert (first.kind, first.key, first.targets, first.state, first.total) == ("copy", "k", ("fake:2",), "pending", 3)
+    [reply] = store.tasks.values()
+    for name, state, done in (("PROCESSING", "running", 0), ("SUCCESS", "done", 3), ("FAILED", "failed", 0)):
+        reply.status, reply.message = SimpleNamespace(name=name), "why"
+        status = pool.task(task)
+        assert (status.state, status.done, status.error) == (state, done, "why" if name == "FAILED" else "")
+    assert pool.task(pool.move("k", "fake:2", source="fake:1")).source == "fake:1"
+    for bad in (
+        lambda: pool.copy("no", ["fake:2"]),
+        lambda: pool.copy("k", ["nowhere"]),
+        lambda: pool.task("77-1"),
+        lambda: pool.task("x"),
+    ):
+        with pytest.raises(NotFound):
+            bad()
+    with pytest.raises(Unsupported):
+        pool.copy("k", ["fake:2"], source="fake:1")
+
+
+def test_what_only_the_admin_port_tells_names_it_where_there_is_none(store: FakeStore) -> None:
+    store.objects = {"k": b"1"}
+    with MooncakePool(PeerStore(store, MODULE), slab_size=SLAB) as pool:
+        calls: list[Callable[[], object]] = [
+            lambda: list(pool.keys()),
+            pool.messengers,
+            lambda: pool.query_by_regex("."),
+            lambda: pool.batch_remove(["k"], messenger="fake:1"),
+            lambda: pool.move("k", "fake:2"),
+        ]
+        for call in calls:
+            with pytest.raises(ConfigError) as e:
+                call()
+            assert e.value.key == "admin_address"
+        assert (pool.stats().capacity, pool.sizes(["k"])) == (0, [1])
+
+
 # -- one key, many writers
 
 
@@ -195,7 +287,7 @@ def test_a_fault_of_the_probe_leaves_no_key_taken(store: FakeStore) -> None:
             raise RuntimeError("the binding raised")
 
     faulty = Faulty()
-    with MooncakePool(PeerStore(faulty, SimpleNamespace), slab_size=SLAB) as pool:
+    with MooncakePool(PeerStore(faulty, MODULE), slab_size=SLAB) as pool:
         with pytest.raises(RuntimeError):
             pool.put("k", b"x")
         assert pool.stats().writes_open == 0
@@ -232,6 +324,14 @@ def test_no_call_reaches_a_closed_store(pool: MooncakePool, store: FakeStore) ->
         lambda: pool.remove("k"),
         lambda: pool.hint([KEY]),
         lambda: pool.subscribe([]),
+        lambda: pool.sizes(["k"]),
+        lambda: pool.replicas(["k"]),
+        lambda: pool.copy("k", ["m"]),
+        lambda: pool.move("k", "m", source="n"),
+        lambda: pool.task("1-1"),
+        lambda: list(pool.keys()),
+        pool.remove_all,
+        pool.messengers,
         pool.get_c2c_config,
         pool.stats,
     ]
@@ -268,7 +368,7 @@ def test_closing_waits_for_calls_under_way(pool: MooncakePool, store: FakeStore)
 def test_a_slab_that_the_peer_does_not_register_is_an_error_and_nothing_stays_open() -> None:
     store = FakeStore(register_code=-600)
     with pytest.raises(PoolError):
-        MooncakePool(PeerStore(store, SimpleNamespace), slab_size=SLAB)
+        MooncakePool(PeerStore(store, MODULE), slab_size=SLAB)
     assert store.closed
 
 

@@ -12,6 +12,7 @@ from moonpool.errors import (
     NoSpace,
     NotFound,
     PoolError,
+    QuotaExceeded,
     Unsupported,
 )
 
@@ -44,7 +45,7 @@ ERRORS: dict[int, tuple[type[MoonpoolError], str]] = {
     -1012: (Unsupported, "the peer does not support it"),
     -1400: (NotFound, "no such task"),
     -1401: (NoSpace, "too many tasks are waiting"),
-    -1700: (NoSpace, "the tenant's quota is used up"),
+    -1700: (QuotaExceeded, "the tenant's quota is used up"),
     -1701: (ConfigError, "the master does not know this tenant"),
 }
 _ELECTION = range(-1007, -999)

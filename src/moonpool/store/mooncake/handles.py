@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from moonpool.keys import PageKey
 from moonpool.store.base import ReadLease, Reservation
 from moonpool.store.mooncake.slab import Block
+from moonpool.types import PutOptions
+
+
+class How(NamedTuple):
+    """How one object is to be stored."""
+
+    options: PutOptions
+    group: str
 
 
 class SlabReservation(Reservation):
     """Belongs to this process alone: the peer hears of the object at commit."""
 
-    __slots__ = ("block", "ended", "key", "page", "view")
+    __slots__ = ("block", "ended", "how", "key", "page", "view")
 
-    def __init__(self, key: str, page: PageKey | None, block: Block, view: memoryview) -> None:
+    def __init__(self, key: str, page: PageKey | None, block: Block, view: memoryview, how: How) -> None:
         self.key, self.page, self.block, self.view = key, page, block, view
-        self.ended = False
+        self.how, self.ended = how, False
 
     def end(self) -> None:
         """A write through `view` fails from now on."""

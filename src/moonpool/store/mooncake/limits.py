@@ -20,9 +20,13 @@ class Cannot(Enum):
         "the peer cannot remove with a put; a converted page stays until evicted, but no lookup gives it"
     )
     EVENTS_OF_OTHERS = "the peer announces nothing: of other processes only puts are heard, late, and only with watch_s"
-    PUT_OPTIONS = "pins, copies, groups and replacing are not passed on to the peer"
-    NAME_MESSENGERS = "the peer's segments are not Moonpool's messengers; use its own tools for copies and moves"
-    LIST_KEYS = "the peer's client cannot list keys"
+
+    REPLACE = "the peer overwrites an object in place, under its readers (torn reads), so it is not asked to"
+    STRICT_REPLICAS = (
+        "the peer stores as many replicas as it finds room for and does not say how many: strict_replicas=False"
+    )
+    CHOOSE_COPY_SOURCE = "the peer chooses the replica to copy from"
+    FORCE_ONE_REPLICA = "the peer removes one replica only when no lease is on the object"
 
     def error(self, key: str = "") -> Unsupported:
         return Unsupported(self.value, key=key, fix="See docs/existing-engine.md.")

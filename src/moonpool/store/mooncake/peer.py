@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -32,15 +32,20 @@ class Store(Protocol):
     ) -> Sequence[int]: ...
     def batch_get_into(self, keys: list[str], ptrs: list[int], sizes: list[int], /) -> Sequence[int]: ...
     def batch_remove(self, keys: list[str], force: bool = ..., /) -> Sequence[int]: ...
+    def batch_replica_clear(self, keys: list[str], segment: str, /) -> list[str]: ...
+    def remove_all(self, force: bool = ..., /) -> int: ...
+    def create_copy_task(self, key: str, targets: list[str], /) -> tuple[tuple[int, int], int]: ...
+    def create_move_task(self, key: str, source: str, target: str, /) -> tuple[tuple[int, int], int]: ...
+    def query_task(self, task: tuple[int, int], /) -> tuple[Any, int]: ...
     def close(self) -> int: ...
 
 
 class PeerStore:
-    """A store that was set up. `replicate` makes the peer's `ReplicateConfig`."""
+    """A store that was set up. `module` is the peer's, for its `ReplicateConfig` and enums."""
 
-    def __init__(self, store: Store, replicate: Callable[[], Any]) -> None:
+    def __init__(self, store: Store, module: Any) -> None:
         self._store: Store | None = store
-        self.replicate = replicate
+        self.module = module
         self._uses = 0
         self._changed = threading.Condition()
 
@@ -105,7 +110,7 @@ def connect(config: MooncakeConfig) -> PeerStore:
             have=f"code {code}",
             fix="Its log on stderr says why: metadata_server, protocol and device_name are the usual causes.",
         )
-    return PeerStore(store, module.ReplicateConfig)
+    return PeerStore(store, module)
 
 
 def _module() -> Any:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from moonpool.config import load
-from moonpool.errors import FrameTooLarge, KeyBusy, LeaseExpired, MoonpoolError, NativeExists, PoolError, WrongSize
+from moonpool.errors import FrameTooLarge, MoonpoolError, PoolError, WrongSize
 from moonpool.keys import PageKey
 from moonpool.store.base import PLAIN, EventStream, KVPool, Match, ReadLease, Reservation
 from moonpool.store.mooncake.admin import Admin
-from moonpool.store.mooncake.codes import error_of
+from moonpool.store.mooncake.cluster import Cluster
 from moonpool.store.mooncake.config import MooncakeConfig, size_of
 from moonpool.store.mooncake.events import LocalEvents
-from moonpool.store.mooncake.handles import SlabLease, SlabReservation
-from moonpool.store.mooncake.limits import Cannot
+from moonpool.store.mooncake.handles import SlabLease
 from moonpool.store.mooncake.peer import PeerStore, connect
 from moonpool.store.mooncake.slab import Block, Slab
 from moonpool.store.mooncake.watch import KeyWatch
+from moonpool.store.mooncake.writer import Writer
 from moonpool.types import (
     Hinted,
     MessengerInfo,
@@ -51,10 +50,9 @@ class MooncakePool(KVPool):
         c2c_config: bytes = b"",
     ) -> None:
         """Takes over `peer`. `admin` answers what the peer's client cannot; `watch_s` needs it."""
-        self._peer, self._admin, self._c2c = peer, admin, c2c_config
+        self._peer, self._c2c = peer, c2c_config
+        self._cluster = Cluster(peer, admin)
         self._lock = threading.Lock()
-        self._writing: dict[str, SlabReservation | None] = {}
-        """Keys that this process is writing; None while it is not decided."""
         self._reading: dict[SlabLease, list[Block]] = {}
         self._counts: Counter[str] = Counter()
         self._events = LocalEvents()
@@ -64,6 +62,7 @@ class MooncakePool(KVPool):
         except BaseException:
             peer.close()
             raise
+        self._writer = Writer(peer, self._cluster, self.slab)
         self._watch = KeyWatch(admin, self._events, watch_s) if admin else None
 
     @staticmethod
@@ -86,125 +85,36 @@ class MooncakePool(KVPool):
     def reserve(
         self, items: Sequence[tuple[str, int]], options: PutOptions = PLAIN
     ) -> list[Reservation | Put | MoonpoolError]:
-        """Of `options` only the defaults: see `Cannot.PUT_OPTIONS`."""
+        """`options` that the peer cannot follow (an atomic replace, all replicas or none) give Unsupported for every key."""
         self._check([key for key, _ in items])
-        if options != PLAIN:
-            return [Cannot.PUT_OPTIONS.error(key) for key, _ in items]
         for key, size in items:
             if not 0 <= size <= MAX_SIZE:
                 raise WrongSize("not a size", key=key, need=f"0 to {MAX_SIZE} B", have=f"{size} B")
-        claimed = self._claim([key for key, _ in items])
-        try:
-            pages = {key: PageKey.parse(key) for key, _ in items}
-            there = self._probe([*pages, *_natives(pages.values())])
-            return [
-                self._reserve(key, size, pages[key], there, mine=mine)
-                for (key, size), mine in zip(items, claimed, strict=True)
-            ]
-        finally:
-            self._unclaim([key for (key, _), mine in zip(items, claimed, strict=True) if mine])
-
-    def _claim(self, keys: Sequence[str]) -> list[bool]:
-        """Keep this process's other writers off each key, or find that one of them has it. Claimed before the peer is asked what
-        is there, and until a commit has ended: its answer to a put does not tell a new object from an old one."""
-        claimed = []
-        with self._lock:
-            for key in keys:
-                claimed.append(key not in self._writing)
-                self._writing.setdefault(key, None)
-        return claimed
-
-    def _unclaim(self, keys: Sequence[str]) -> None:
-        """Give up those that became no reservation."""
-        with self._lock:
-            for key in keys:
-                if self._writing[key] is None:
-                    del self._writing[key]
-
-    def _reserve(
-        self, key: str, size: int, page: PageKey | None, there: dict[str, int], *, mine: bool
-    ) -> Reservation | Put | MoonpoolError:
-        if there[key] != 0:
-            return Put.EXISTED if there[key] > 0 else error_of(there[key], key)
-        if _lost_to_native(page, there):
-            return NativeExists("a native page is there; a converted one cannot replace it", key=key)
-        if not mine:
-            return KeyBusy("another writer is putting this key", key=key, fix="Read it in a moment, or try again.")
-        if size == 0:
-            return Cannot.EMPTY_OBJECTS.error(key)
-        try:
-            block = self.slab.take(key, size)
-        except PoolError as e:
-            return e
-        reservation = SlabReservation(key, page, block, self.slab.view(block))
-        with self._lock:
-            self._writing[key] = reservation
-        return reservation
+        return self._writer.reserve(items, options)
 
     def commit(self, reservations: Sequence[Reservation]) -> list[PutOutcome]:
         self._check_open()
-        mine = self._end(reservations)
-        self._note(mine)
-        try:
-            outcomes = self._store(mine)
-        finally:
-            self._give_up(mine)
-        self._tell([r for r in mine if outcomes[r] is Put.STORED])
-        return [outcomes.pop(r) if r in outcomes else _late(r) for r in reservations]
+        self._note(reservations)
+        outcomes, stored = self._writer.commit(reservations)
+        self._note(stored)
+        self._events.emit([Stored(r.key, r.block.size) for r in stored])
+        self._count(puts=len(stored))
+        return outcomes
 
-    def _note(self, reservations: Sequence[SlabReservation]) -> None:
+    def _note(self, reservations: Sequence[Reservation]) -> None:
         """Before a put and after it, since the watch may look between the two."""
         if self._watch:
             self._watch.note(r.key for r in reservations)
 
-    def _tell(self, stored: Sequence[SlabReservation]) -> None:
-        self._note(stored)
-        self._events.emit([Stored(r.key, r.block.size) for r in stored])
-
     def revoke(self, reservations: Sequence[Reservation]) -> None:
-        mine = self._end(reservations)
-        self._give_up(mine)
-        self._count(revoked=len(mine))
-
-    def _end(self, reservations: Sequence[Reservation]) -> list[SlabReservation]:
-        """Those that are still open, each once. Their views can no longer be written; their keys stay taken."""
-        mine: dict[SlabReservation, None] = {}
-        for r in reservations:
-            assert isinstance(r, SlabReservation), "a reservation of another pool"
-            with self._lock:
-                if self._writing.get(r.key) is r and not r.ended:
-                    r.end()
-                    mine[r] = None
-        return list(mine)
-
-    def _give_up(self, mine: Sequence[SlabReservation]) -> None:
-        with self._lock:
-            for r in mine:
-                del self._writing[r.key]
-        self.slab.give([r.block for r in mine])
-
-    def _store(self, mine: Sequence[SlabReservation]) -> dict[Reservation, PutOutcome]:
-        outcomes: dict[Reservation, PutOutcome] = {}
-        there = self._probe(_natives(r.page for r in mine))
-        for r in mine:
-            if _lost_to_native(r.page, there):
-                outcomes[r] = NativeExists("a native page came first", key=r.key)
-        todo = [r for r in mine if r not in outcomes]
-        if todo:
-            pointers, sizes = [self.slab.pointer(r.block) for r in todo], [r.block.size for r in todo]
-            with self._peer.use() as store:
-                codes = store.batch_put_from([r.key for r in todo], pointers, sizes)
-            for r, code in zip(todo, codes, strict=True):
-                outcomes[r] = Put.STORED if code >= 0 else error_of(code, r.key)
-        self._count(puts=sum(o is Put.STORED for o in outcomes.values()))
-        return outcomes
+        self._count(revoked=self._writer.revoke(reservations))
 
     # -- reading
 
     def open_read(self, keys: Sequence[str]) -> ReadLease:
         """Copies what exists into the slab. Raises NoSpace, ObjectTooLarge if it does not all fit there at once."""
         self._check(keys)
-        sizes = self._sizes(list(dict.fromkeys(keys)))
+        sizes = self._cluster.sizes(list(dict.fromkeys(keys)))
         blocks = dict(zip(sizes, self.slab.take_all(list(sizes.items())), strict=True))
         try:
             got = self._fetch(blocks)
@@ -235,20 +145,11 @@ class MooncakePool(KVPool):
             blocks = self._reading.pop(lease, [])
         self.slab.give(blocks)
 
-    def _sizes(self, keys: list[str]) -> dict[str, int]:
-        """Bytes of each object that is there; in the order of `keys`."""
-        if not keys:
-            return {}
-        with self._peer.use() as store:
-            found = store.batch_get_replica_desc(keys)
-            sizes = {k: _size(found[k]) or store.get_size(k) for k in keys if found.get(k)}
-        return {k: s for k, s in sizes.items() if s > 0}
-
     def lookup(self, keys: Sequence[PageKey], origins: Sequence[str] = ()) -> list[Match | None]:
         native = [k.text for k in keys]
         self._check(native)
         candidates = [[n, *(k.converted(o).text for o in origins)] for k, n in zip(keys, native, strict=True)]
-        there = self._probe(c for each in candidates for c in each)
+        there = self._cluster.probe(c for each in candidates for c in each)
         found = [next((c for c in each if there[c] > 0), None) for each in candidates]
         if origins:
             self._events.emit([Missed(n) for n, f in zip(native, found, strict=True) if f is None])
@@ -256,54 +157,55 @@ class MooncakePool(KVPool):
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[bool]:
         self._check(keys)
-        there = self._probe(keys)
+        there = self._cluster.probe(keys)
         return [there[k] > 0 for k in keys]
 
-    def _probe(self, keys: Iterable[str]) -> dict[str, int]:
-        """1 = there, 0 = not, negative = the peer's error. One RPC for each `MAX_BATCH` keys."""
-        unique = list(dict.fromkeys(keys))
-        there: dict[str, int] = {}
-        for start in range(0, len(unique), MAX_BATCH):
-            part = unique[start : start + MAX_BATCH]
-            with self._peer.use() as store:
-                there.update(zip(part, store.batch_is_exist(part), strict=True))
-        return there
-
-    # -- the rest
+    # -- objects of the cluster
 
     def batch_remove(self, keys: Sequence[str], *, force: bool = False, messenger: str = "") -> list[Removed]:
-        """Also MISSING where the peer holds the object under a read lease, unless `force`: see `Cannot.REMOVE_WHAT_WAS_READ`."""
+        """PINNED also where the peer holds the object under a read lease (`Cannot.REMOVE_WHAT_WAS_READ`). `force` removes it under
+        the eyes of the peer's own readers, who may then read other bytes. Hard-pinned objects go without force."""
         self._check(keys)
         if messenger:
-            raise Cannot.NAME_MESSENGERS.error(messenger)
-        if not keys:
-            return []
-        with self._peer.use() as store:
-            codes = store.batch_remove(list(keys), force)
-        return [Removed.REMOVED if code == 0 else Removed.MISSING for code in codes]
+            return self._cluster.remove_replicas(keys, messenger, force=force) if keys else []
+        return self._cluster.remove(keys, force=force) if keys else []
 
     def sizes(self, keys: Sequence[str]) -> list[int | None]:
         self._check(keys)
-        found = self._sizes(list(keys)) if keys else {}
+        found = self._cluster.sizes(list(dict.fromkeys(keys)))
         return [found.get(k) for k in keys]
 
     def replicas(self, keys: Sequence[str]) -> list[list[Replica]]:
-        raise Cannot.NAME_MESSENGERS.error()
+        self._check(keys)
+        return self._cluster.replicas(keys)
 
     def keys(self) -> Iterator[str]:
-        raise Cannot.LIST_KEYS.error()
+        """All keys of the cluster, whatever their tenant. Raises ConfigError without `admin_address`."""
+        self._check_open()
+        return self._cluster.keys()
+
+    def remove_all(self, *, force: bool = False) -> int:
+        self._check_open()
+        return self._cluster.remove_all(force=force)
 
     def copy(self, key: str, targets: Sequence[str], *, source: str = "") -> str:
-        raise Cannot.NAME_MESSENGERS.error(key)
+        self._check([key])
+        return self._cluster.copy(key, targets, source)
 
     def move(self, key: str, target: str, *, source: str = "") -> str:
-        raise Cannot.NAME_MESSENGERS.error(key)
+        self._check([key])
+        return self._cluster.move(key, target, source)
 
     def task(self, task: str) -> TaskStatus:
-        raise Cannot.NAME_MESSENGERS.error(task)
+        self._check_open()
+        return self._cluster.task(task)
 
     def messengers(self) -> list[MessengerInfo]:
-        raise Cannot.NAME_MESSENGERS.error()
+        """The cluster's segments. Raises ConfigError without `admin_address`."""
+        self._check_open()
+        return self._cluster.messengers()
+
+    # -- the rest
 
     def subscribe(self, owners: Sequence[str], capacity: int = 4096) -> EventStream:
         """Events of this process, and with `watch_s` puts of others: see `Cannot.EVENTS_OF_OTHERS`."""
@@ -323,7 +225,7 @@ class MooncakePool(KVPool):
         """Capacity, use, objects and evictions of the cluster (0 without `admin_address`; raises ConnectionLost if it does
         not answer); the rest is this client's. `slab` has its own figures."""
         self._check_open()
-        cluster = self._admin.figures() if self._admin else {}
+        cluster = self._cluster.figures()
         with self._lock:
             return PoolStats(
                 capacity=cluster.get("master_total_capacity_bytes", 0),
@@ -331,7 +233,7 @@ class MooncakePool(KVPool):
                 objects=cluster.get("master_key_count", 0),
                 evictions=cluster.get("master_evicted_key_count", 0),
                 reads_open=len(self._reading),
-                writes_open=sum(w is not None for w in self._writing.values()),
+                writes_open=self._writer.open,
                 events_dropped=self._events.dropped,
                 **self._counts,
             )
@@ -357,29 +259,6 @@ class MooncakePool(KVPool):
         for key in keys:
             if not 0 < len(key) <= MAX_KEY or not _is_unicode(key):
                 raise PoolError("not a key", key=repr(key[:80]), need=f"1 to {MAX_KEY} characters of valid Unicode")
-
-
-def _natives(pages: Iterable[PageKey | None]) -> list[str]:
-    """The native keys of those that are converted."""
-    return [p.native.text for p in pages if p and p.origin]
-
-
-def _lost_to_native(page: PageKey | None, there: dict[str, int]) -> bool:
-    return page is not None and bool(page.origin) and there[page.native.text] > 0
-
-
-def _late(reservation: Reservation) -> LeaseExpired:
-    return LeaseExpired("the reservation was committed or revoked before", key=reservation.key)
-
-
-def _size(replicas: Sequence[Any]) -> int:
-    """Bytes of an object by the peer's replica descriptors; 0 if none of them tells (a replica on another node's disk)."""
-    for replica in replicas:
-        if replica.is_memory_replica():
-            return int(replica.get_memory_descriptor().buffer_descriptor.size)
-        if replica.is_disk_replica():
-            return int(replica.get_disk_descriptor().object_size)
-    return 0
 
 
 def _is_unicode(key: str) -> bool:
