@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
 import random
 import socket
@@ -24,7 +26,7 @@ from moonpool.errors import (
     WireError,
 )
 from moonpool.testing.leaks import eventually, no_leaks
-from moonpool.transfer import Op, Registry, TransferClient, TransferServer, frames
+from moonpool.transfer import Op, Registry, TransferClient, TransferServer, frames, splice
 from moonpool.transfer.registry import Span
 from moonpool.transfer.segment import Segment
 from tests.transfer.support import Place, pattern, place, read, serving, write
@@ -363,6 +365,38 @@ def test_a_tls_connection_carries_the_same(tmp_path: Path) -> None:
         server.close()
         registry.close()
     segment.close()
+
+
+VMSPLICE = splice._vmsplice
+
+
+class Unspliceable:
+    """A C library that refuses these pages, as it does for memory of a device."""
+
+    def __init__(self, after: int) -> None:
+        self.calls, self._after = 0, after
+
+    def __call__(self, fd: int, iov: object, count: int, flags: int) -> int:
+        self.calls += 1
+        if self.calls > self._after:
+            ctypes.set_errno(errno.EFAULT)
+            return -1
+        return int(VMSPLICE(fd, iov, count, flags))
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_pages_that_cannot_be_sent_in_place_are_copied(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry()
+    arena = bytearray(8 << 20)
+    region = registry.register(arena)
+    library = Unspliceable(after)
+    monkeypatch.setattr(splice, "_vmsplice", library)
+    with no_leaks(), serving(registry) as there, TransferClient(there.connect, streams=1) as client:
+        news = pattern(3 << 20, seed=9)
+        assert client.run([write(region, 100, news)], timeout=10) == [len(news)]
+        assert arena[100 : 100 + len(news)] == news
+        assert library.calls > after
+    registry.close()
 
 
 @pytest.mark.slow

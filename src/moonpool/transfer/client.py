@@ -159,7 +159,8 @@ def _exchange(stream: Stream, kind: Kind, pieces: list[_Piece], checksum: bool) 
     locals_ = [p.local for p in pieces]
     request = frames.header(kind, checksum, len(spans), sum(s.size for s in spans)) + frames.spans_table(spans)
     if kind is Kind.WRITE:
-        stream.send([request, *locals_, frames.checksums(locals_) if checksum else b""])
+        sums = frames.checksums(locals_) if checksum else b""
+        stream.send_unchanging([request, *locals_, sums])  # `run` returns when the peer has answered
     else:
         stream.send([request])
     outcome, total = _answer(stream, pieces, checksum)

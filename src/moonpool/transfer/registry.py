@@ -34,8 +34,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """`view` is the whole of it, until it is given up. `fd` is a file that holds the same bytes from its `fd_offset` on
-    (a memfd that is mapped here), or -1."""
+    """`view` is the whole of it, until it is given up.
+
+    `fd` is a file that holds the same bytes from its `fd_offset` on (a memfd that is mapped here), or -1. Reads are then sent
+    without a copy, so the reader sees what the bytes are when they *arrive*: who changes them must know otherwise (a lease) that no
+    reader still waits for them.
+    """
 
     id: int
     generation: int
