@@ -25,6 +25,7 @@ class Cannot(Enum):
     STRICT_REPLICAS = (
         "the peer stores as many replicas as it finds room for and does not say how many: strict_replicas=False"
     )
+    KEEP_HARD_PINNED = "the peer removes hard-pinned objects without force"
     CHOOSE_COPY_SOURCE = "the peer chooses the replica to copy from"
     FORCE_ONE_REPLICA = "the peer removes one replica only when no lease is on the object"
 
