@@ -58,17 +58,17 @@ def tune(sock: socket.socket) -> None:
 
 
 def _bind_tcp(address: TcpAddress, security: Security, purpose: str) -> Bound:
-    if security.secret is None and not is_loopback(address):
-        raise ConfigError(
-            f"the {purpose} would be open to other machines without a secret",
-            key=str(address),
-            fix="Give a secret file (MOONPOOL_SECRET_FILE), or listen on 127.0.0.1.",
-        )
     sock: socket.socket | None = None
     try:
         family, kind, proto, _, place = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
+        if security.secret is None and not is_loopback(TcpAddress(str(place[0]), address.port)):
+            raise ConfigError(
+                f"the {purpose} would be open to other machines without a secret",
+                key=str(address),
+                fix="Give a secret file (MOONPOOL_SECRET_FILE), or listen on 127.0.0.1.",
+            )
         sock = socket.socket(family, kind, proto)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past connections' TIME_WAIT, not living listeners
         if family == socket.AF_INET6:

@@ -31,7 +31,7 @@ Handler: TypeAlias = Callable[[socket.socket, Peer], None]
 
 MAX_CONNECTIONS = 256
 MAX_STRANGERS = 64
-HANDSHAKE_S = 5.0
+HANDSHAKE_S = 10.0
 _CROWDED_S = 0.2
 """How long a newcomer waits for a stranger to leave before the oldest one is shown out."""
 _PAUSE_S = 0.1

@@ -72,7 +72,7 @@ def test_who_knows_the_secret_gets_in(
     kind: str, server: Security, client: Security, asked: Role | None, role: str, tmp_path: Path
 ) -> None:
     door = Door(place(kind, tmp_path), server)
-    with connect(door.listener.address, client, 5, role=asked) as sock:
+    with connect(door.listener.address, client, 20, role=asked) as sock:
         assert sock.recv(100) == b"inside"
     door.listener.close()
     if kind == "unix" and server.admin_secret is None:
@@ -100,7 +100,7 @@ def test_who_does_not_is_told_why_and_gets_nothing(
 ) -> None:
     door = Door(place(kind, tmp_path), server)
     with pytest.raises(AccessDenied, match=why):
-        connect(door.listener.address, client, 5)
+        connect(door.listener.address, client, 20)
     door.listener.close()
     assert not door.came
     assert door.listener.refused == 1
@@ -109,7 +109,7 @@ def test_who_does_not_is_told_why_and_gets_nothing(
 def test_a_role_asked_for_without_its_secret_is_refused() -> None:
     door = Door("127.0.0.1:0", BOTH)
     with pytest.raises(AccessDenied):
-        connect(door.listener.address, DATA, 5, role="admin")
+        connect(door.listener.address, DATA, 20, role="admin")
     door.listener.close()
     assert not door.came
 
@@ -126,7 +126,7 @@ def test_admin_verbs() -> None:
 class Raw:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        sock.settimeout(5)
+        sock.settimeout(20)
 
     def send(self, message: msgspec.Struct) -> None:
         framing.send(self.sock, msgspec.msgpack.encode(message))
@@ -354,7 +354,7 @@ def test_q3_no_secret_in_logs_errors_or_tracebacks(caplog: pytest.LogCaptureFixt
     address = door.listener.address
     for client in (BOTH, DATA, OPEN, Security(CANARY + b"?"), Security(None, ADMIN + b"?")):
         try:
-            connect(address, client, 5).close()
+            connect(address, client, 20).close()
         except MoonpoolError as e:
             said += [str(e), repr(e), repr(e.fields()), *traceback.TracebackException.from_exception(e).format()]
     for make in (

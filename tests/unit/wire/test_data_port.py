@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests import hostile
-from tests.certificates import Authority, needs_openssl
-from tests.unit.wire.services import Fake
 
 from moonpool.testing.leaks import eventually, no_leaks
 from moonpool.transfer import frames
@@ -24,6 +21,9 @@ from moonpool.wire import rpc
 from moonpool.wire.address import Address
 from moonpool.wire.auth import Security
 from moonpool.wire.dial import connect
+from tests import hostile
+from tests.certificates import Authority, needs_openssl
+from tests.unit.wire.services import Fake
 
 SECRET = b"canary-secret-0123456789"
 SIZE = 3 << 20
@@ -42,7 +42,7 @@ class Port:
         self.server = rpc.Server(addresses, Fake(), security=server, handlers=data)
 
     def moves_bytes(self, address: Address) -> bool:
-        client = TransferClient(lambda: connect(address, self.client, 5, purpose="data"))
+        client = TransferClient(lambda: connect(address, self.client, 20, purpose="data"))
         new, back = bytes(reversed(self.memory)), bytearray(SIZE)
         try:
             for kind, local in (("write", memoryview(new)), ("read", memoryview(back))):
@@ -50,7 +50,7 @@ class Port:
                 assert client.run([op], timeout=10, checksum=True) == [SIZE]
         finally:
             client.close()
-        channel = rpc.SocketChannel(address, 5, security=self.client)  # and the same port still does RPC
+        channel = rpc.SocketChannel(address, 20, security=self.client)  # and the same port still does RPC
         channel.call(m.Locate(["a"]), m.Located)
         channel.close()
         return bytes(back) == new == self.memory
@@ -96,7 +96,7 @@ headers = st.builds(
     ),
     st.sampled_from([0x544D, 0x4D50, 0]),
     st.sampled_from([frames.VERSION, 0, 255]),
-    st.integers(0, 5) | st.integers(0, 255),
+    st.integers(0, 20) | st.integers(0, 255),
     st.integers(0, 3) | st.integers(0, 0xFFFFFFFF),
     st.integers(0, 4) | st.integers(0, 0xFFFFFFFF),
     st.sampled_from([0, 0, 0, 1]),

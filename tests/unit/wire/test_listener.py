@@ -54,13 +54,13 @@ def test_each_purpose_has_its_handler(place: str, security: Security, tmp_path: 
     rpc, data = Echo(), Echo()
     listener = Listener(str(tmp_path / "s") if place == "unix" else place, security, {"rpc": rpc, "data": data})
     for purpose, mine, other in (("rpc", rpc, data), ("data", data, rpc)):
-        with connect(listener.address, security, 5, purpose=purpose) as sock:
+        with connect(listener.address, security, 20, purpose=purpose) as sock:
             assert says_back(sock)
             assert (len(mine.peers), len(other.peers)) == (1, 0) if purpose == "rpc" else (1, 1)
             assert mine.peers[0].local == (place == "unix")
-            assert sock.gettimeout() == 5
+            assert sock.gettimeout() == 20
     with pytest.raises(ProtocolError, match="not offered"):
-        connect(listener.address, security, 5, purpose="other")
+        connect(listener.address, security, 20, purpose="other")
     listener.close()
     listener.close()
 
@@ -76,7 +76,7 @@ def test_j1_sixteen_at_once_get_sixteen_ports() -> None:
     assert all(isinstance(x.address, TcpAddress) and x.address.port for x in found)
     for x in found:
         with pytest.raises(ProtocolError):  # it is there, and offers nothing
-            connect(x.address, SECRET, 5)
+            connect(x.address, SECRET, 20)
         x.close()
 
 
@@ -104,7 +104,7 @@ def test_both_families_at_once() -> None:
     listener = Listener("[::]:0", SECRET, {"rpc": echo})
     assert isinstance(listener.address, TcpAddress)
     for host in ("127.0.0.1", "::1"):
-        with connect(TcpAddress(host, listener.address.port), SECRET, 5) as sock:
+        with connect(TcpAddress(host, listener.address.port), SECRET, 20) as sock:
             assert says_back(sock)
     listener.close()
 
@@ -126,7 +126,7 @@ def test_m4_small_messages_leave_at_once_and_dead_hosts_are_noticed() -> None:
         ]
 
     listener = Listener("127.0.0.1:0", Security(), {"rpc": look})
-    with connect(listener.address, timeout=5) as sock:
+    with connect(listener.address, timeout=20) as sock:
         assert figures(sock) == [1, 1, 10_000, 10]
         assert sock.recv(1) == b""
     assert options == [[1, 1, 10_000, 10]]
@@ -155,7 +155,7 @@ def test_j3_two_starters_cannot_both_take_a_dead_ones_socket(tmp_path: Path) -> 
             thread.join()
         winners = [x for x in got if isinstance(x, Listener)]
         assert len(winners) == 1
-        with connect(path, timeout=5) as sock:
+        with connect(path, timeout=20) as sock:
             assert says_back(sock)
         winners[0].close()
         assert not list(tmp_path.iterdir())
@@ -176,13 +176,13 @@ def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
 
 def test_connections_are_bounded_and_the_refusal_is_typed() -> None:
     listener = Listener("127.0.0.1:0", SECRET, {"rpc": Echo()}, max_connections=2)
-    held = [connect(listener.address, SECRET, 5) for _ in range(2)]
+    held = [connect(listener.address, SECRET, 20) for _ in range(2)]
     assert listener.connections == 2
     with pytest.raises(ConnectionLost, match="too many connections; needed <= 2"):
-        connect(listener.address, SECRET, 5)
+        connect(listener.address, SECRET, 20)
     held.pop().close()
     assert eventually(lambda: listener.connections == 1)
-    with connect(listener.address, SECRET, 5) as sock:
+    with connect(listener.address, SECRET, 20) as sock:
         assert says_back(sock)
     held.pop().close()
     listener.close()
@@ -194,7 +194,7 @@ def test_idle_strangers_do_not_lock_the_door(monkeypatch: pytest.MonkeyPatch) ->
     listener = Listener("127.0.0.1:0", SECRET, {"rpc": Echo()})
     assert isinstance(listener.address, TcpAddress)
     idle = [socket.create_connection(listener.address) for _ in range(20)]
-    with connect(listener.address, SECRET, 5) as sock:
+    with connect(listener.address, SECRET, 20) as sock:
         assert says_back(sock)
     assert threading.active_count() < 20
     for sock in idle:
@@ -245,7 +245,7 @@ def test_l5_the_descriptor_limit_neither_spins_nor_kills(caplog: pytest.LogCaptu
         for sock in held:
             sock.close()
         assert eventually(lambda: listener.connections == 0)
-        with connect(listener.address, timeout=5) as sock:
+        with connect(listener.address, timeout=20) as sock:
             assert says_back(sock)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -259,7 +259,7 @@ def test_nobody_there(tmp_path: Path) -> None:
         port = gone.getsockname()[1]
     for address in (f"127.0.0.1:{port}", f"localhost:{port}", str(tmp_path / "s"), "no.invalid:1"):
         with pytest.raises(ConnectionLost) as caught:
-            connect(address, timeout=5)
+            connect(address, timeout=20)
         assert caught.value.key == address
     with pytest.raises(ConfigError, match="port 0"):
         connect("127.0.0.1:0")
@@ -292,9 +292,9 @@ def test_a_bug_in_a_handler_ends_one_connection(caplog: pytest.LogCaptureFixture
         raise RuntimeError("a bug")
 
     listener = Listener("127.0.0.1:0", Security(), {"rpc": Echo(), "data": fails})
-    with connect(listener.address, timeout=5, purpose="data") as sock:
+    with connect(listener.address, timeout=20, purpose="data") as sock:
         assert sock.recv(1) == b""
-    with connect(listener.address, timeout=5) as sock:
+    with connect(listener.address, timeout=20) as sock:
         assert says_back(sock)
     listener.close()
     assert "a bug" in caplog.text
@@ -303,13 +303,13 @@ def test_a_bug_in_a_handler_ends_one_connection(caplog: pytest.LogCaptureFixture
 def test_e6_close_ends_connections_in_every_state() -> None:
     listener = Listener("127.0.0.1:0", SECRET, {"rpc": Echo()})
     assert isinstance(listener.address, TcpAddress)
-    with socket.create_connection(listener.address) as stranger, connect(listener.address, SECRET, 5) as friend:
+    with socket.create_connection(listener.address) as stranger, connect(listener.address, SECRET, 20) as friend:
         assert says_back(friend)
         start = time.monotonic()
         listener.close()
         assert time.monotonic() - start < 2
         assert friend.recv(1) == b""
-        stranger.settimeout(5)
+        stranger.settimeout(20)
         assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "server"])
     with pytest.raises(ConnectionLost):
-        connect(listener.address, SECRET, 5)
+        connect(listener.address, SECRET, 20)

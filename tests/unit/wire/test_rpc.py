@@ -55,7 +55,7 @@ def server(service: Fake, tmp_path: Path) -> Iterator[rpc.Server]:
 @pytest.fixture(params=["unix", "tcp", "local"])
 def channel(request: pytest.FixtureRequest, service: Fake, server: rpc.Server) -> Iterator[rpc.Channel]:
     address = server.addresses[request.param == "tcp"]
-    channel = rpc.LocalChannel(service) if request.param == "local" else rpc.SocketChannel(address, 5)
+    channel = rpc.LocalChannel(service) if request.param == "local" else rpc.SocketChannel(address, 20)
     yield channel
     channel.close()
     channel.close()
@@ -120,7 +120,7 @@ def test_a_server_that_does_not_answer_costs_one_deadline(server: rpc.Server) ->
 def test_e5_a_call_has_its_own_deadline(server: rpc.Server, service: Fake, which: int) -> None:
     channel = rpc.SocketChannel(server.addresses[which], 30)
     service.hold.set()
-    channel.call(m.ListMessengers(), m.Messengers, timeout=5)
+    channel.call(m.ListMessengers(), m.Messengers, timeout=20)
     service.hold.clear()
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded):
@@ -140,7 +140,7 @@ def test_e5_the_deadline_counts_while_others_use_the_channel(server: rpc.Server,
         channel.call(m.Locate(["a"]), m.Located, timeout=0.05)
     service.hold.set()
     first.join()
-    channel.call(m.Locate(["a"]), m.Located, timeout=5)  # nobody's reply was lost
+    channel.call(m.Locate(["a"]), m.Located, timeout=20)  # nobody's reply was lost
     channel.close()
 
 
@@ -188,7 +188,7 @@ def test_e5_a_drip_of_bytes_is_no_answer() -> None:
 @pytest.mark.parametrize("cut", [0, 1, 8, 12])
 def test_d4_a_server_that_dies_inside_a_reply(cut: int) -> None:
     address, thread = fake_server(lambda connection: connection.sendall(LOCATED[:cut]))
-    channel = rpc.SocketChannel(address, 5)
+    channel = rpc.SocketChannel(address, 20)
     for _ in range(2):
         with pytest.raises(ConnectionLost):
             channel.call(m.Locate(["b"]), m.Located)
@@ -199,7 +199,7 @@ def test_d4_a_server_that_dies_inside_a_reply(cut: int) -> None:
 def test_d4_two_replies_where_one_was_asked_for() -> None:
     """The second must not answer the next request as if it were its own."""
     address, thread = fake_server(lambda connection: connection.sendall(LOCATED + LOCATED))
-    channel = rpc.SocketChannel(address, 5)
+    channel = rpc.SocketChannel(address, 20)
     with pytest.raises(ProtocolError, match="more than one"):
         channel.call(m.Locate(["b"]), m.Located)
     with pytest.raises(ConnectionLost):
@@ -211,7 +211,7 @@ def test_d4_two_replies_where_one_was_asked_for() -> None:
 @pytest.mark.parametrize("cut", [1, 7, 8, 20])
 def test_d4_a_client_that_dies_inside_a_request(server: rpc.Server, service: Fake, cut: int) -> None:
     for address in server.addresses:
-        with connect(address, timeout=5) as sock:
+        with connect(address, timeout=20) as sock:
             sock.sendall(hostile.frame(msgspec.msgpack.encode(m.Locate(["a" * 100])))[:cut])
         assert eventually(lambda: not service.open)
         channel = rpc.SocketChannel(address)
@@ -223,7 +223,7 @@ def test_a_client_may_send_ahead(server: rpc.Server) -> None:
     """Requests that come together, or cut at any place, are answered in order."""
     requests = b"".join(hostile.frame(msgspec.msgpack.encode(m.Locate([str(i) * i]))) for i in range(1, 60))
     for size in (1, 7, 13, 1000, len(requests)):
-        with connect(server.addresses[1], timeout=5) as sock:
+        with connect(server.addresses[1], timeout=20) as sock:
             sender = threading.Thread(
                 target=lambda sock=sock, size=size: [
                     sock.sendall(requests[i : i + size]) for i in range(0, len(requests), size)
@@ -286,7 +286,7 @@ def test_descriptors_go_over_unix_sockets_only(server: rpc.Server, service: Fake
     r, w = os.pipe()
     service.lend = r
     for which in (0, 1):
-        channel = rpc.SocketChannel(server.addresses[which], 5)
+        channel = rpc.SocketChannel(server.addresses[which], 20)
         channel.call(m.Locate(["a"]), m.Located)
         if which == 0:
             fd = channel.take_descriptor()
@@ -327,7 +327,7 @@ def test_close_wakes_a_waiting_call(server: rpc.Server) -> None:
 
 @pytest.mark.parametrize("bytes_", [OVERSIZED, OTHER_VERSION, GARBAGE, b"GET / HTTP/1.1\r\n\r\n"])
 def test_hostile_bytes_get_a_typed_error_and_the_server_lives(server: rpc.Server, bytes_: bytes) -> None:
-    with connect(server.path, timeout=5) as sock:
+    with connect(server.path, timeout=20) as sock:
         sock.sendall(bytes_)
         body = framing.receive(sock)
         assert body is not None
@@ -348,7 +348,7 @@ def _hung_up(sock: socket.socket) -> bool:
 
 
 def test_an_unknown_message_ends_the_connection(server: rpc.Server) -> None:
-    with connect(server.path, timeout=5) as sock:
+    with connect(server.path, timeout=20) as sock:
         framing.send(sock, NO_SUCH_MESSAGE)
         body = framing.receive(sock)
         assert body is not None

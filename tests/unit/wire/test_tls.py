@@ -53,7 +53,7 @@ def port_of(server: rpc.Server) -> int:
 @pytest.mark.parametrize("secret", [SECRET, None])
 def test_calls_over_tls(authority: Authority, secret: bytes | None) -> None:
     server = serve(files(authority, "server"), secret)
-    channel = rpc.SocketChannel(server.addresses[0], 5, security=Security(secret, tls=files(authority)))
+    channel = rpc.SocketChannel(server.addresses[0], 20, security=Security(secret, tls=files(authority)))
     for count in (1, 2, 20_000):  # 20 000 keys take many records
         keys = [f"key {i}" for i in range(count)]
         assert channel.call(m.Locate(keys), m.Located) == m.Located([[k] for k in keys])
@@ -87,7 +87,7 @@ def test_the_secret_and_all_else_are_hidden(authority: Authority) -> None:
         thread = threading.Thread(target=pump)
         thread.start()
         security = Security(SECRET, tls=files(authority))
-        channel = rpc.SocketChannel(f"127.0.0.1:{middle.getsockname()[1]}", 5, security=security)
+        channel = rpc.SocketChannel(f"127.0.0.1:{middle.getsockname()[1]}", 20, security=security)
         channel.call(m.Locate(["a-key-to-look-for"]), m.Located)
         channel.close()
         thread.join(5)
@@ -101,7 +101,7 @@ def test_a_server_of_another_authority_is_not_trusted(authority: Authority, tmp_
     other = Authority(tmp_path / "other")
     server = serve(files(authority, "server"))
     with pytest.raises(AccessDenied, match="not trusted"):
-        connect(server.addresses[0], Security(SECRET, tls=files(other)), 5)
+        connect(server.addresses[0], Security(SECRET, tls=files(other)), 20)
     server.close()
 
 
@@ -115,10 +115,10 @@ def test_a_certificate_is_for_its_names(authority: Authority) -> None:
     ):
         security = Security(SECRET, tls=files(authority, name=name))
         if good:
-            connect(address, security, 5).close()
+            connect(address, security, 20).close()
         else:
             with pytest.raises(AccessDenied, match="not trusted"):
-                connect(address, security, 5)
+                connect(address, security, 20)
     server.close()
 
 
@@ -126,18 +126,18 @@ def test_mutual(authority: Authority, tmp_path: Path) -> None:
     other = Authority(tmp_path / "other")
     other.sign("client", "DNS:client")
     server = serve(files(authority, "server", mutual=True))
-    connect(server.addresses[0], Security(SECRET, tls=files(authority, "client")), 5).close()
+    connect(server.addresses[0], Security(SECRET, tls=files(authority, "client")), 20).close()
     stranger = TlsFiles(ca=files(authority).ca, cert=files(other, "client").cert, key=files(other, "client").key)
     for bad in (files(authority), stranger):
         with pytest.raises(WireError):
-            connect(server.addresses[0], Security(SECRET, tls=bad), 5)
+            connect(server.addresses[0], Security(SECRET, tls=bad), 20)
     server.close()
 
 
 def test_the_secret_is_still_needed(authority: Authority) -> None:
     server = serve(files(authority, "server"))
     with pytest.raises(AccessDenied, match="wrong secret"):
-        connect(server.addresses[0], Security(b"x" * 16, tls=files(authority)), 5)
+        connect(server.addresses[0], Security(b"x" * 16, tls=files(authority)), 20)
     server.close()
 
 
@@ -145,8 +145,8 @@ def test_one_side_without_tls_is_told(authority: Authority) -> None:
     for server_tls, client_tls in ((files(authority, "server"), None), (None, files(authority))):
         server = serve(server_tls)
         with pytest.raises(WireError, match="TLS"):
-            connect(server.addresses[0], Security(SECRET, tls=client_tls), 5)
-        connect(server.addresses[0], Security(SECRET, tls=server_tls and files(authority)), 5).close()
+            connect(server.addresses[0], Security(SECRET, tls=client_tls), 20)
+        connect(server.addresses[0], Security(SECRET, tls=server_tls and files(authority)), 20).close()
         server.close()
 
 
@@ -159,7 +159,7 @@ def test_unix_sockets_need_no_tls(authority: Authority, tmp_path: Path) -> None:
     security = Security(SECRET, tls=files(authority, "server"))
     server = rpc.Server([str(tmp_path / "s"), "127.0.0.1:0"], Fake(), security=security)
     for address in server.addresses:
-        channel = rpc.SocketChannel(address, 5, security=security)
+        channel = rpc.SocketChannel(address, 20, security=security)
         channel.call(m.Locate(["a"]), m.Located)
         channel.close()
     server.close()
@@ -186,7 +186,7 @@ def test_bad_files(authority: Authority, tmp_path: Path) -> None:
 def test_a_stranger_may_send_anything(authority: Authority) -> None:
     server = serve(files(authority, "server"))
     for data in (b"", b"\0", b"GET / HTTP/1.0\r\n\r\n", b"\x16\x03\x01\x40\x00" + b"x" * 100, b"\x16\x03\x03\xff\xff"):
-        with socket.create_connection(("127.0.0.1", port_of(server)), timeout=5) as sock:
+        with socket.create_connection(("127.0.0.1", port_of(server)), timeout=20) as sock:
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
             try:
@@ -194,5 +194,5 @@ def test_a_stranger_may_send_anything(authority: Authority) -> None:
                     pass
             except ConnectionResetError:
                 pass
-    connect(server.addresses[0], Security(SECRET, tls=files(authority)), 5).close()
+    connect(server.addresses[0], Security(SECRET, tls=files(authority)), 20).close()
     server.close()
