@@ -19,6 +19,7 @@ import msgspec
 
 from moonpool.errors import ConfigError, MoonpoolError, NotFound, WrongSize
 from moonpool.keys import PageKey
+from moonpool.transfer.copying import copy, copy_all
 from moonpool.types import (
     BufferLike,
     MessengerInfo,
@@ -72,9 +73,10 @@ class Reservation(ABC):
     key: str
     view: memoryview
 
-    def fill(self, value: memoryview) -> None:
-        """Make `value` the object's content. It is as large as `view`, and must stay as it is until commit or revoke."""
-        self.view[:] = value
+    def fill(self, value: memoryview) -> bool:
+        """Take `value` for the object's content, if that saves copying it into `view`. It is as large, and must stay as it is until
+        commit or revoke."""
+        return False
 
 
 class ReadLease(ABC):
@@ -225,8 +227,7 @@ class KVPool(ABC):
             else:
                 outcomes[i] = got
         try:
-            for i, r in reserved:
-                r.fill(views[i])
+            copy_all([(r.view, views[i]) for i, r in reserved if not r.fill(views[i])])
         except BaseException:
             self.revoke([r for _, r in reserved])
             raise
@@ -272,7 +273,7 @@ class KVPool(ABC):
                         WrongSize("buffer too small", key=key, need=f"{view.nbytes} B", have=f"{out.nbytes} B")
                     )
                 else:
-                    out[: view.nbytes] = view
+                    copy(out[: view.nbytes], view)
                     results.append(view.nbytes)
         return results
 

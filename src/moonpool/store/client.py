@@ -115,9 +115,9 @@ class PoolClient(KVPool):
         self, items: Sequence[tuple[str, int]], options: PutOptions = PLAIN
     ) -> list[Reservation | Put | MoonpoolError]:
         self._check([key for key, _ in items])
-        for key, size in items:
-            if not 0 <= size <= m.MAX_SIZE:
-                raise WrongSize("not a size", key=key, need=f"0 to {m.MAX_SIZE} B", have=f"{size} B")
+        if items and not 0 <= min(size for _, size in items) <= max(size for _, size in items) <= m.MAX_SIZE:
+            key, size = next(item for item in items if not 0 <= item[1] <= m.MAX_SIZE)
+            raise WrongSize("not a size", key=key, need=f"0 to {m.MAX_SIZE} B", have=f"{size} B")
         if options is not PLAIN:
             _check_options(options, len(items))
         return self._writer.reserve(items, options)
@@ -184,7 +184,7 @@ class PoolClient(KVPool):
                 errors = link.memory.read_into([s for _, s in fits], [outs[i][: s[1]] for i, s in fits])
             finally:
                 held = close_lease(manager, link, opened.lease)
-            if held or link.memory.mapped:
+            if held:
                 for (i, span), error in zip(fits, errors, strict=True):
                     results[i] = None if error else span[1]
 
@@ -405,6 +405,8 @@ class PoolClient(KVPool):
         self._check_open()
         if len(keys) > m.MAX_BATCH:
             raise FrameTooLarge("batch too large", need=f"<= {m.MAX_BATCH} keys", have=str(len(keys)), fix="Split it.")
+        if "".join(keys).isascii() and all(0 < n <= m.MAX_KEY for n in map(len, keys)):
+            return
         for key in keys:
             if not 0 < len(key) <= m.MAX_KEY or not (key.isascii() or _is_unicode(key)):
                 raise PoolError("not a key", key=repr(key[:80]), need=f"1 to {m.MAX_KEY} characters of valid Unicode")

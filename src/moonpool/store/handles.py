@@ -40,11 +40,15 @@ class PoolReservation(Reservation):
         self.view = memoryview(bytearray(parts[0].span[1])) if direct is None else direct
         self._value: memoryview | None = None
 
-    def fill(self, value: memoryview) -> None:
-        if self._in_place:
-            self.view[:] = value
-        else:
+    def fill(self, value: memoryview) -> bool:
+        if not self._in_place:
             self._value = value  # sent from where it is, at the commit
+        return not self._in_place
+
+    @property
+    def complete(self) -> bool:
+        """There is nothing to send."""
+        return self._in_place and len(self.parts) == 1
 
     def to_send(self) -> list[tuple[Part, memoryview]]:
         """Copies that still have to be made."""
@@ -95,7 +99,12 @@ class PoolLease(ReadLease):
 
 
 def close_lease(manager: Peer, link: MessengerLink, lease: int) -> bool:
-    """Whether the messenger still held it; only then is what was copied out of its memory good."""
+    """Whether the messenger still held it; only then is what was copied over the network good. Mapped memory stays ours until we
+    say so: nothing to ask."""
+    if link.memory.mapped:
+        with contextlib.suppress(*AWAY, PoolClosed):
+            manager.post_on(link, m.CloseRead([lease]))
+        return True
     with contextlib.suppress(*AWAY, PoolClosed):
         return manager.call_on(link, m.CloseRead([lease]), m.Flags).values[0]
     return False

@@ -140,6 +140,17 @@ class Reconnecting(Generic[L]):
         self._backoff = _BACKOFF_S[0]
         return answer
 
+    def post_on(self, link: L, request: m.Message) -> None:
+        """Send over this link and do not wait for the answer."""
+        try:
+            link.channel.post(request)
+        except ConnectionLost:
+            self._drop(link)
+            raise
+        except DeadlineExceeded:
+            self._drop(link, pause_s=_FROZEN_S)
+            raise
+
     def _drop(self, link: L, pause_s: float = 0.0) -> None:
         with self._lock:
             if self._link is link:

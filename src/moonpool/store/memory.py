@@ -10,6 +10,7 @@ from typing import TypeAlias
 from moonpool.errors import MoonpoolError
 from moonpool.transfer.base import Op
 from moonpool.transfer.client import TransferClient
+from moonpool.transfer.copying import copy_all
 from moonpool.transfer.segment import Segment
 
 Span: TypeAlias = tuple[int, int]
@@ -52,16 +53,14 @@ class MappedMemory(Memory):
         return [self.segment.span(*span, readonly=True) for span in spans]
 
     def read_into(self, spans: Sequence[Span], outs: Sequence[memoryview]) -> list[MoonpoolError | None]:
-        for (offset, size), out in zip(spans, outs, strict=True):
-            out[:] = self.segment.span(offset, size)
+        copy_all([(out, self.segment.span(*span, readonly=True)) for span, out in zip(spans, outs, strict=True)])
         return [None] * len(spans)
 
     def writable(self, span: Span) -> memoryview:
         return self.segment.span(*span)
 
     def write(self, spans: Sequence[Span], values: Sequence[memoryview]) -> list[MoonpoolError | None]:
-        for (offset, size), value in zip(spans, values, strict=True):
-            self.segment.span(offset, size)[:] = value
+        copy_all([(self.segment.span(*span), value) for span, value in zip(spans, values, strict=True)])
         return [None] * len(spans)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from moonpool.errors import (
     from_fields,
 )
 from moonpool.keys import PageKey
-from moonpool.store.base import Reservation
+from moonpool.store.base import PLAIN, Reservation
 from moonpool.store.handles import AWAY, Part, Peer, PoolReservation
 from moonpool.store.links import MessengerLink
 from moonpool.store.peers import Peers
@@ -37,6 +37,8 @@ class Writer:
 
     def reserve(self, items: Sequence[tuple[str, int]], options: PutOptions) -> list[Reservation | Put | MoonpoolError]:
         others = self._peers.all()
+        if not others and options.replicas == 1:
+            return self._reserve_at_home(items, options)
         targets = self._targets(options, others)
         results: list[Reservation | Put | MoonpoolError | None] = [None] * len(items)
         if others:
@@ -63,6 +65,24 @@ class Writer:
             if results[i] is None:
                 results[i] = self._reservation(items[i][0], have, copies, options, refused.get(i))
         return [r for r in results if r is not None]
+
+    def _reserve_at_home(
+        self, items: Sequence[tuple[str, int]], options: PutOptions
+    ) -> list[Reservation | Put | MoonpoolError]:
+        """There is no other messenger."""
+        home = self._home
+        try:
+            link, reply = home.call(m.Reserve(list(items), _wire(options)), m.Reserved)
+        except AWAY as e:
+            return [e for _ in items]
+        return [
+            PoolReservation(key, [Part(home, link, got.id, (got.offset, got.size))])
+            if isinstance(got, m.Span)
+            else Put.EXISTED
+            if isinstance(got, m.Existed)
+            else _error(got)
+            for (key, _), got in zip(items, reply.results, strict=True)
+        ]
 
     def _targets(self, options: PutOptions, others: dict[str, Peer]) -> list[Peer]:
         if not others:
@@ -128,9 +148,11 @@ class Writer:
     # -- commit
 
     def commit(self, reservations: Sequence[PoolReservation]) -> list[PutOutcome]:
-        failed = self._send([r for r in reservations if len(r.parts) > 1 or r.to_send()])
+        failed = self._send([r for r in reservations if not r.complete])
         for r in reservations:
             r.end()  # before the object is visible: nobody may write to it then
+        if all(len(r.parts) == 1 and not r.replace for r in reservations):
+            return self._commit_parts([r.parts[0] for r in reservations], failed)
         parts = [part for r in reservations for part in r.parts]
         done = dict(zip(map(id, parts), self._commit_parts(parts, failed), strict=True))
         return [self._outcome(r, [done[id(part)] for part in r.parts]) for r in reservations]
@@ -145,17 +167,23 @@ class Writer:
         return failed
 
     def _commit_parts(self, parts: Sequence[Part], failed: dict[int, MoonpoolError]) -> list[PutOutcome]:
+        if not failed and len({part.link for part in parts}) == 1:
+            return self._commit_on(parts[0].manager, parts[0].link, [part.id for part in parts])
         outcomes: dict[int, PutOutcome] = dict(failed)
         self._revoke_parts([p for p in parts if id(p) in failed])
         for link, mine in _by_link([(p, None) for p in parts if id(p) not in failed]).items():
-            try:
-                ids = [part.id for part, _ in mine]
-                reply = mine[0][0].manager.call_on(link, m.Commit(ids), m.Committed)
-                results = [Put.STORED if isinstance(r, m.Done) else _error(r) for r in reply.results]
-            except AWAY as e:
-                results = [e for _ in mine]
+            results = self._commit_on(mine[0][0].manager, link, [part.id for part, _ in mine])
             outcomes.update((id(part), o) for (part, _), o in zip(mine, results, strict=True))
         return [outcomes[id(p)] for p in parts]
+
+    def _commit_on(self, manager: Peer, link: MessengerLink, ids: list[int]) -> list[PutOutcome]:
+        try:
+            reply = manager.call_on(link, m.Commit(ids), m.Committed)
+        except AWAY as e:
+            return [e for _ in ids]
+        if reply.results is None:
+            return [Put.STORED] * len(ids)
+        return [Put.STORED if isinstance(r, m.Done) else _error(r) for r in reply.results]
 
     def _outcome(self, r: PoolReservation, outcomes: list[PutOutcome]) -> PutOutcome:
         bad = [o for o in outcomes if isinstance(o, MoonpoolError)]
@@ -188,12 +216,14 @@ class Writer:
                 mine[0][0].manager.call_on(link, m.Revoke([part.id for part, _ in mine]), m.Done)
 
 
-def _wire(options: PutOptions, wanting: list[int]) -> PutOptions | None:
-    """What the messenger must know of the options."""
-    if options == PutOptions():
+def _wire(options: PutOptions, wanting: Sequence[int] | None = None) -> PutOptions | None:
+    """What the messenger must know of the options, for the items at `wanting`."""
+    if options is PLAIN:
         return None
-    groups = tuple(options.groups[i] for i in wanting) if options.groups else ()
-    return PutOptions(pin=options.pin, soft_pin_ttl_s=options.soft_pin_ttl_s, groups=groups, replace=options.replace)
+    groups = options.groups if wanting is None or not options.groups else [options.groups[i] for i in wanting]
+    return PutOptions(
+        pin=options.pin, soft_pin_ttl_s=options.soft_pin_ttl_s, groups=tuple(groups), replace=options.replace
+    )
 
 
 def _error(message: m.Error) -> MoonpoolError:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.store.base import KVPool
+from moonpool.transfer.copying import THREAD_NAME
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Resources:
         gc.collect()
         return Resources(
             _descriptors(),
-            Counter(t.name for t in threading.enumerate() if t.is_alive()),
+            Counter(t.name for t in threading.enumerate() if t.is_alive() and not t.name.startswith(THREAD_NAME)),
             children_of(os.getpid()),
             _shared_maps(),
             frozenset(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else frozenset(),  # noqa: PTH208, S108

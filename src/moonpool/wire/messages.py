@@ -92,9 +92,9 @@ class Commit(Message, frozen=True):
 
 
 class Committed(Message, frozen=True):
-    """One per reservation."""
+    """One per reservation; None: all are done."""
 
-    results: list[Done | Error]
+    results: list[Done | Error] | None
 
 
 class Revoke(Message, frozen=True):

@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Message)
 
+_MOST_OWED = 32
+"""Answers that are left in the socket's buffer: far fewer bytes than it holds, so that the server never waits for us."""
 _SEND_S = 30.0
 """How long a reply waits for a client that does not read."""
 _replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Reply)
@@ -82,6 +84,11 @@ class Channel(ABC):
         """
 
     @abstractmethod
+    def post(self, request: Message) -> None:
+        """Send, and do not wait: for what nobody needs an answer to. Later calls are served after it. Raises ConnectionLost,
+        DeadlineExceeded, PoolClosed."""
+
+    @abstractmethod
     def take_descriptor(self) -> int:
         """The descriptor that came with the last reply; it is the caller's now."""
 
@@ -111,6 +118,11 @@ class LocalChannel(Channel):
         self._last = request  # only `take_descriptor` looks, while nobody else has this channel yet
         return _checked(self._service.handle(self._session, request), reply)
 
+    def post(self, request: Message) -> None:
+        if not self._open:
+            raise PoolClosed("the pool is closed")
+        self._service.handle(self._session, request)
+
     def take_descriptor(self) -> int:
         fd = self._service.descriptor(self._last)
         assert fd is not None
@@ -135,6 +147,8 @@ class SocketChannel(Channel):
         """Connect. `timeout` (seconds) is for this and for each call. Raises as `dial.connect`."""
         self._lock = threading.Lock()
         self._timeout = timeout
+        self._owed = 0
+        """Answers to what was posted that were not read yet."""
         sock = connect(address, security, timeout, role=role)
         unix = sock.family == socket.AF_UNIX
         self._stream = Stream(sock, receive_s=timeout, send_s=timeout, descriptors=unix)
@@ -149,6 +163,7 @@ class SocketChannel(Channel):
             try:
                 stream.set_timeout(limit)
                 stream.send(packed)
+                self._take_owed(0)
                 body = stream.receive()
                 if body is None:
                     raise ConnectionLost("peer closed the connection")
@@ -160,6 +175,31 @@ class SocketChannel(Channel):
         finally:
             self._lock.release()
         return _checked(decoded(_replies, body), reply)
+
+    def post(self, request: Message) -> None:
+        limit = self._timeout
+        if not self._lock.acquire(blocking=False):
+            limit = self._wait_for_turn(limit)
+        stream = self._stream
+        try:
+            packed = stream.pack(request)
+            try:
+                stream.set_timeout(limit)
+                self._take_owed(_MOST_OWED)
+                stream.send(packed)
+                self._owed += 1
+            except WireError:
+                stream.close()
+                raise
+        finally:
+            self._lock.release()
+
+    def _take_owed(self, most: int) -> None:
+        """Read the answers that nobody waits for, until at most `most` are left."""
+        while self._owed > most:
+            if self._stream.receive() is None:
+                raise ConnectionLost("peer closed the connection")
+            self._owed -= 1
 
     def _wait_for_turn(self, limit: float) -> float:
         """Take the lock; the time that is left."""

@@ -5,7 +5,9 @@ Each entry belongs to one session and is released exactly once: by its owner, or
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Generic, TypeVar
 
 from moonpool.errors import LeaseExpired, NoSpace
@@ -42,6 +44,25 @@ class Ledger(Generic[T]):
         self._entries[key] = (session, entry)
         held.add(key)
         return key
+
+    def room(self, session: int, count: int) -> bool:
+        """Whether the session may hold `count` more."""
+        return len(self._sessions.get(session, ())) + count <= self.limit
+
+    def add_all(self, session: int, entries: Sequence[T]) -> int:
+        """The first of as many ids in a row. Raises NoSpace, and adds none then."""
+        held = self._sessions.setdefault(session, set())
+        if len(held) + len(entries) > self.limit:
+            raise NoSpace(
+                "session holds too many handles",
+                need=f"<= {self.limit}",
+                have=str(len(held)),
+                fix="Close leases, commit or revoke.",
+            )
+        first, self._next = self._next, self._next + len(entries)
+        held.update(range(first, self._next))
+        self._entries.update(zip(range(first, self._next), zip(repeat(session), entries)))  # noqa: B905 - endless
+        return first
 
     def get(self, session: int, key: int) -> T:
         """The entry, still held. Raises LeaseExpired if this session does not hold it (any more)."""

@@ -33,10 +33,8 @@ class Object:
     group: str = ""
     readers: int = 0
     visible: bool = False
-
-    @property
-    def converted(self) -> bool:
-        return bool(self.owner) and CONVERTED in self.key
+    converted: bool = False
+    """An approximation of `native`, by a projector."""
 
     @property
     def native(self) -> str:
@@ -112,6 +110,8 @@ class ObjectTable:
         self._objects[obj.key] = obj
         self.bytes_of[obj.tenant] += obj.size
         self._idle_add(obj)
+        if obj.pin is Pin.NONE and not obj.group and not obj.converted:
+            return
         if obj.pin is Pin.HARD:
             self._hard[obj.key] = obj
         elif obj.pin is Pin.SOFT:
@@ -140,12 +140,12 @@ class ObjectTable:
 
     def _idle_add(self, obj: Object, *, first: bool = False) -> None:
         self._idle.add(obj, first=first)
-        if obj.tenant in self._limited:
+        if self._limited and obj.tenant in self._limited:
             self._limited[obj.tenant].add(obj, first=first)
 
     def _idle_drop(self, obj: Object) -> None:
         self._idle.drop(obj.key)
-        if obj.tenant in self._limited:
+        if self._limited and obj.tenant in self._limited:
             self._limited[obj.tenant].drop(obj.key)
 
     # -- use

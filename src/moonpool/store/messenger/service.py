@@ -223,18 +223,16 @@ class MessengerService(Service):
 
     def _reserve(self, session: int, tenant: str, items: list[tuple[str, int]], options: PutOptions) -> m.Reserved:
         keys = scoped(tenant, [key for key, _ in items])
-        groups: Sequence[str] = options.groups or ("",) * len(items)
-        if len(groups) != len(items):
-            raise ProtocolError("groups do not fit the items", need=str(len(items)), have=str(len(groups)))
-        reserve = self._state.reserve
-        results = [
-            reserve(session, key, size, options, group)
-            for key, (_, size), group in zip(keys, items, groups, strict=True)
-        ]
+        if options.groups and len(options.groups) != len(items):
+            raise ProtocolError("groups do not fit the items", need=str(len(items)), have=str(len(options.groups)))
+        full = [(key, size) for key, (_, size) in zip(keys, items, strict=True)] if tenant else items
+        results = self._state.reserve_all(session, full, options, options.groups)
         return m.Reserved([_reserved(r) for r in results])
 
     def _commit(self, session: int, ids: list[int]) -> m.Committed:
         outcomes = self._state.commit(session, ids)
+        if all(o is Put.STORED for o in outcomes):
+            return m.Committed(None)
         return m.Committed([error_message(o) if isinstance(o, MoonpoolError) else m.Done() for o in outcomes])
 
     def _open_through(self, session: int, keys: Sequence[str], below: Below) -> m.Opened:

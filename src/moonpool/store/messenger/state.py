@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, repeat
 from typing import Protocol
 
 from moonpool.clock import Clock
@@ -150,9 +150,63 @@ class MessengerState:
         except MoonpoolError as e:
             return e
 
+    def reserve_all(
+        self, session: int, items: Sequence[tuple[str, int]], options: PutOptions = _PLAIN, groups: Sequence[str] = ()
+    ) -> list[Reserved | Put | MoonpoolError]:
+        """`reserve` for each; a batch of new keys lies in one piece if there is one."""
+        if options == _PLAIN and not groups and len(items) > 1 and (spaces := self._reserve_row(session, items)):
+            return spaces
+        return [
+            self.reserve(session, key, size, options, group)
+            for (key, size), group in zip(items, groups or repeat(""))  # noqa: B905 - endless
+        ]
+
+    def _reserve_row(
+        self, session: int, items: Sequence[tuple[str, int]]
+    ) -> list[Reserved | Put | MoonpoolError] | None:
+        """The usual batch: plain objects that are all new, and fit. None if this one is not."""
+        table, writing, now = self._table, self._writing, self._clock.now()
+        sizes = [rounded(size) for _, size in items]
+        total = sum(sizes)
+        keys = {key for key, _ in items}
+        if self._quotas or self.draining or len(keys) < len(items) or not total or total > self._evict_down_to // 4:
+            return None
+        if any(key in table or key in writing or CONVERTED in key or key in self._backing for key in keys):
+            return None
+        if len(table) + len(self._writes) + len(items) > self._limits.max_objects or not self._writes.room(
+            session, len(items)
+        ):
+            return None
+        table.unpin(now)
+        offset = self._room_in_a_row(total, len(items))
+        if offset is None:
+            return None
+        expires = now + self._limits.reservation_ttl_s
+        tenant = tenant_of(items[0][0])
+        entries: list[Writing] = []
+        for (key, size), taken in zip(items, sizes, strict=True):
+            entry = writing[key] = Writing(
+                Object(key, offset if size else 0, size, owner_of(bare(key)), tenant), expires
+            )
+            entries.append(entry)
+            offset += taken
+        self._being_written[tenant] += sum(size for _, size in items)
+        first = self._writes.add_all(session, entries)
+        return [Reserved(first + i, e.obj.offset, e.obj.size) for i, e in enumerate(entries)]
+
+    def _room_in_a_row(self, total: int, count: int) -> int | None:
+        if self._space.used + total > self._evict_above:
+            for _ in range(_EVICTIONS_PER_PUT * count):
+                if self._space.used + total <= self._evict_down_to or not self._evict_one():
+                    break
+            if self._space.used + total > self._evict_above:
+                return None
+        return self._space.allocate(total)
+
     def _new(self, key: str, size: int, options: PutOptions, group: str, now: float) -> Object:
         tenant, name = tenant_of(key), bare(key)
         obj = Object(key, 0, size, owner_of(name), tenant, options.pin)
+        obj.converted = bool(obj.owner) and CONVERTED in name
         if options.pin is Pin.SOFT:
             obj.pinned_until = now + min(options.soft_pin_ttl_s, self._limits.max_soft_pin_s)
         if group:

@@ -170,5 +170,5 @@ class Tasks:
     def _committed(self, session: int, handle: int) -> None:
         reply = self._receiver.handle(session, m.Commit([handle]))
         assert isinstance(reply, m.Committed)
-        if isinstance(error := reply.results[0], m.Error):
+        if reply.results and isinstance(error := reply.results[0], m.Error):
             raise NoSpace(f"{error.name}: {error.fields.get('what', '')}")
