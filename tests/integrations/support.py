@@ -12,9 +12,7 @@ HOME, OTHER = "localhost:12300", "localhost:12301"
 
 
 def store_on(cluster: FakeCluster, name: str = HOME) -> MooncakeDistributedStore:
-    store = MooncakeDistributedStore.over(FakePool(cluster, name), name)
-    assert isinstance(store, MooncakeDistributedStore)
-    return store
+    return MooncakeDistributedStore.over(FakePool(cluster, name), name)
 
 
 class Block:

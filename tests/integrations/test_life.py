@@ -6,6 +6,8 @@ import ctypes
 import gc
 import inspect
 import logging
+import socket
+import time
 from typing import Any
 
 import pytest
@@ -85,6 +87,15 @@ def test_no_master_is_an_error_with_address_and_cause(caplog: pytest.LogCaptureF
     assert "refused" in caplog.text.lower()
 
 
+def test_a_master_that_does_not_answer_is_an_error_in_time(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        start = time.monotonic()
+        assert MooncakeDistributedStore().setup({**GIVEN, "master_server_addr": address}) == -901
+        assert time.monotonic() - start < 3
+    assert address in caplog.text
+
+
 @pytest.mark.parametrize(
     ("key", "near"),
     [
@@ -110,6 +121,8 @@ def test_every_spelling_of_the_dict_is_understood() -> None:
     assert settings.from_dict({**GIVEN, **peer}) == settings.from_dict({**GIVEN, **lmcache})
     with pytest.raises(ConfigError, match="given twice"):
         settings.from_dict({**GIVEN, "master_server_addr": "a:1", "master_server_address": "b:1"})
+    for pair in ({"device_name": "", "rdma_devices": "d"}, {"rdma_devices": "d", "device_name": ""}):
+        assert settings.from_dict({**GIVEN, **pair}).rdma_devices == "d"
     assert settings.from_dict({**GIVEN, "transfer_timeout": 1, "master_server_address": None}) == settings.from_dict(
         GIVEN
     )

@@ -64,8 +64,10 @@ def test_closing_the_store_ends_its_sessions(store: MooncakeDistributedStore, cl
     store.batch_get_session_start(["k"])
     store.batch_get_session_start(["k"])  # a new one in place of the old one
     assert [lease.closed for lease in cluster.leases] == [True, False]
+    assert store.batch_put_session_start(["new"], [10]) == [0]
     store.close()
     assert all(lease.closed for lease in cluster.leases)
+    assert cluster.reserved == set()
 
 
 @pytest.mark.parametrize(

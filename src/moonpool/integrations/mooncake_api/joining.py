@@ -101,42 +101,81 @@ class Joined:
 
 def join_pool(settings: Settings) -> Joined:
     """Raises ConfigError for what is wrong with the settings, WireError if the master does not answer."""
-    security = security_from_environment()
-    master = str(addresses.parse(settings.master_server_addr))
-    messengers_of(master, security)  # raises here and now, in place of a segment that nobody ever finds
-    tenant = "" if settings.tenant_id == "default" else settings.tenant_id
-    host, port = names.split(settings.local_hostname)
-    extra = count(1)
-
-    def node(capacity: int, name: str, listen: str) -> Node:
-        disk = disk_at(settings.ssd_offload_path) if settings.enable_ssd_offload else None
-        made = Node(master, name=name, capacity=capacity, listen=listen, tenant=tenant, disk=disk, security=security)
-        try:
-            _await_known(name, master, security)
-        except BaseException:
-            made.close()
-            raise
-        return made
-
-    def client() -> KVPool | None:
-        if not messengers_of(master, security):
-            return None
-        return PoolClient.connect(master, tenant=tenant, security=security)
-
-    def segment(capacity: int) -> Segment:
-        return node(capacity, f"{name}#{next(extra)}", f"{bind_host(host, security)}:0")
-
+    way = _Way(settings)
     if settings.global_segment_size:
-        own = _own_node(node, settings, host, port, security)
-        name = own.name
-        joined = Joined(name, settings.local_buffer_size, lambda: own.pool, segment)
+        own = way.own_segment()
+        joined = Joined(own.name, settings.local_buffer_size, lambda: own.pool, way.more_segments(own.name))
         joined.on_close(own.close)
     else:
-        name = names.join(host, port or names.free_port())
-        joined = Joined(name, settings.local_buffer_size, client, segment, owned=True)
+        name = names.join(way.host, way.port or names.free_port())
+        joined = Joined(name, settings.local_buffer_size, way.client, way.more_segments(name), owned=True)
     if settings.enable_client_http_server:
         _serve_pages(joined, settings.client_http_port)
     return joined
+
+
+class _Way:
+    """What all that one store has in a pool shares: the master, who it is, and its secrets."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._security = security_from_environment()
+        self._master = str(addresses.parse(settings.master_server_addr))
+        self._tenant = "" if settings.tenant_id == "default" else settings.tenant_id
+        self.host, self.port = names.split(settings.local_hostname)
+        self._bind = bind_host(self.host, self._security)
+        messengers_of(self._master, self._security)  # raises now, in place of a segment that nobody ever finds
+
+    def client(self) -> KVPool | None:
+        if not messengers_of(self._master, self._security):
+            return None
+        return PoolClient.connect(self._master, tenant=self._tenant, security=self._security)
+
+    def own_segment(self) -> Node:
+        """The messenger that the store is named after. A port that the caller named is taken or is an error; else any free one."""
+        s = self._settings
+        disk = disk_at(s.ssd_offload_path) if s.enable_ssd_offload else None
+        for _ in range(_ATTEMPTS):
+            port = self.port or names.free_port()
+            try:
+                return self._node(
+                    s.global_segment_size, names.join(self.host, port), 0 if s.shares_engine else port, disk
+                )
+            except ConfigError as e:
+                if self.port or names.is_free(port):
+                    raise
+                refusal = e  # somebody was faster
+        raise refusal
+
+    def more_segments(self, name: str) -> Callable[[int], Segment]:
+        """`add(capacity)`; they are `name#1`, `name#2` and so on."""
+        numbers = count(1)
+        return lambda capacity: self._node(capacity, f"{name}#{next(numbers)}", 0, None)
+
+    def _node(self, capacity: int, name: str, port: int, disk: DiskConfig | None) -> Node:
+        node = Node(
+            self._master,
+            name=name,
+            capacity=capacity,
+            listen=names.join(self._bind, port),
+            tenant=self._tenant,
+            disk=disk,
+            security=self._security,
+        )
+        try:
+            self._await_known(name)
+        except BaseException:
+            node.close()
+            raise
+        return node
+
+    def _await_known(self, name: str) -> None:
+        """A set-up store is one that others see. Raises DeadlineExceeded if the master does not list it in time."""
+        deadline = time.monotonic() + _MASTER_S
+        while all(info.name != name for info in messengers_of(self._master, self._security)):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded("the master does not list this segment", key=name, have=self._master)
+            time.sleep(_POLL_S)
 
 
 def _serve_pages(joined: Joined, port: int) -> None:
@@ -158,32 +197,6 @@ def messengers_of(master: str, security: Security) -> list[MessengerInfo]:
         return channel.call(m.ListMessengers(), m.Messengers).messengers
     finally:
         channel.close()
-
-
-def _await_known(name: str, master: str, security: Security) -> None:
-    """A set-up store is one that others see. Raises DeadlineExceeded if the master does not know it in time."""
-    deadline = time.monotonic() + _MASTER_S
-    while all(info.name != name for info in messengers_of(master, security)):
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded("the master does not list this segment", key=name, have=master)
-        time.sleep(_POLL_S)
-
-
-def _own_node(
-    node: Callable[[int, str, str], Node], settings: Settings, host: str, port: int | None, security: Security
-) -> Node:
-    """The messenger that holds this store's segment. A port that the caller named is taken or is an error; else any free one."""
-    bind = bind_host(host, security)
-    for _ in range(_ATTEMPTS):
-        chosen = port or names.free_port()
-        listen = names.join(bind, 0 if settings.shares_engine else chosen)
-        try:
-            return node(settings.global_segment_size, names.join(host, chosen), listen)
-        except ConfigError as e:
-            if port or "port" not in e.what:
-                raise
-            refusal = e  # somebody was faster
-    raise refusal
 
 
 def bind_host(host: str, security: Security) -> str:

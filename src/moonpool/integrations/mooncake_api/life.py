@@ -6,7 +6,8 @@ import logging
 import operator
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 from moonpool.errors import ConfigError, PoolClosed
 from moonpool.integrations.mooncake_api import dummy, settings
@@ -60,11 +61,11 @@ class Life:
         master = settings.DEFAULT_MASTER
         return self.setup("localhost", "P2PHANDSHAKE", mount_segment_size, 16 << 20, protocol, device_name, master)
 
-    def _open_with(self, join: Any) -> int:
+    def _open_with(self, join: Callable[[], Joined]) -> int:
         with self._lock:
             if self._joined is not None:
                 raise ConfigError("the store is set up already", key=self.segment, fix="Call close() first.")
-            joined: Joined = join()
+            joined = join()
             self._joined = joined
             self.segment, self.local_buffer_size = joined.name, joined.local_buffer_size
             self._end = weakref.finalize(self, joined.close)  # a store that is dropped or outlives its process's main
@@ -72,7 +73,7 @@ class Life:
         return 0
 
     @classmethod
-    def over(cls, pool: KVPool, name: str = "localhost:12300", *, local_buffer_size: int = 16 << 20) -> Any:
+    def over(cls, pool: KVPool, name: str = "localhost:12300", *, local_buffer_size: int = 16 << 20) -> Self:
         """A store over a pool that is open already, and stays open when the store is closed."""
         store = cls()
         store._open_with(lambda: Joined(name, local_buffer_size, lambda: pool))
@@ -101,16 +102,17 @@ class Life:
     def close(self) -> int:
         """Leave the pool; the objects in this store's own segment go with it. 0, also when called again."""
         with self._lock:
+            if self._joined is not None:
+                self._closing()
             end, self._end, self._joined = self._end, None, None
             self.segment, self.local_buffer_size = "", 0
             self._ranges.clear()
-        self._closing()
         if end is not None:
             end()
         return 0
 
     def _closing(self) -> None:
-        """For what parts of the store hold open."""
+        """For what parts of the store hold open, while the pool still is."""
 
     def _joined_open(self) -> Joined:
         if self._joined is None:

@@ -37,7 +37,7 @@ def free_port() -> int:
     if low > high:
         raise ConfigError("MC_STORE_CLIENT_MIN_PORT is above MC_STORE_CLIENT_MAX_PORT", have=f"{low}, {high}")
     for port in random.sample(range(low, high + 1), min(_ATTEMPTS, high - low + 1)):
-        if _is_free(port):
+        if is_free(port):
             return port
     raise ConfigError("no free port found", need=f"one of {low} to {high}")
 
@@ -49,7 +49,8 @@ def _limit(name: str, default: int) -> int:
     return int(text)
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Nobody listens at this port of the loopback just now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

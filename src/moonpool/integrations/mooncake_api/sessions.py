@@ -202,11 +202,9 @@ class Sessions(Data):
             return refused(call, e)
 
     def _closing(self) -> None:
-        with self._session_lock:
-            reading, self._reading, self._writing = self._reading, {}, {}
-        for session, _ in reading.values():
-            with contextlib.suppress(MoonpoolError):  # the pool is going, and the leases with it
-                session.leave()
+        with contextlib.suppress(MoonpoolError):  # a pool that is away has ended what we had open
+            self.pool.revoke(list(self._end_writing(list(self._writing)).values()))
+            self.batch_get_session_end(list(self._reading))
         super()._closing()
 
 

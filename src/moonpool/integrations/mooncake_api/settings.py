@@ -105,7 +105,9 @@ def _take(given: dict[str, Any], name: str, key: str, value: object) -> None:
         parsed = parse(value)
     except (ValueError, TypeError) as e:
         raise ConfigError(f"bad value: {e}", key=key, have=repr(value)) from e
-    if given.setdefault(name, parsed) != parsed:
+    if given.get(name, "") == "":  # LMCache fills `device_name` with "" beside a `rdma_devices` of the user's
+        given[name] = parsed
+    elif parsed not in ("", given[name]):
         raise ConfigError(f"given twice, with different values ({name})", key=key, have=f"{given[name]!r}, {parsed!r}")
 
 
