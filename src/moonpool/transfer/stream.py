@@ -19,6 +19,7 @@ from moonpool.errors import ConnectionLost, DeadlineExceeded
 from moonpool.transfer.splice import PagePipe
 
 _IOV_MAX = 1024
+_SLACK_S = 0.1
 _RESET = struct.pack("ii", 1, 0)
 _SEND_PIECE = 1 << 20
 _SPLICE_FROM = 64 << 10
@@ -110,6 +111,8 @@ class PlainStream(_Base):
         super().__init__(sock)
         sock.settimeout(None)
         self._pipe: PagePipe | None = None
+        self._limits: dict[int, float] = {}
+        """What the kernel was told, in seconds, by option."""
 
     def send(self, parts: Sequence[memoryview | bytes], *, more: bool = False) -> None:
         queue = _Queue(parts)
@@ -170,6 +173,7 @@ class PlainStream(_Base):
             queue.moved(self._receive(window))
 
     def next_header(self, header: memoryview) -> bool:
+        self._limits[socket.SO_RCVTIMEO] = float("inf")
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(float("inf")))
         try:
             count = self._sock.recv_into(header)
@@ -194,7 +198,11 @@ class PlainStream(_Base):
         return count
 
     def _limit(self, option: int) -> None:
-        self._sock.setsockopt(socket.SOL_SOCKET, option, _timeval(self._patience()))
+        """Tell the kernel how long it may wait. What it knows already may be too long by _SLACK_S, which saves most calls."""
+        patience = self._patience()
+        if not patience <= self._limits.get(option, 0.0) <= patience + _SLACK_S:
+            self._limits[option] = patience + _SLACK_S / 2
+            self._sock.setsockopt(socket.SOL_SOCKET, option, _timeval(self._limits[option]))
 
 
 class TlsStream(_Base):
