@@ -169,7 +169,7 @@ def test_figures_of_the_cluster(pool: MooncakePool) -> None:
 
 
 def test_replicas_are_placed_copied_moved_and_removed_on_segments(master: PeerMaster) -> None:
-    with PeerMaster("--default_kv_lease_ttl=1") as two, two.client(16 * MIB) as here, two.client(16 * MIB) as there:
+    with PeerMaster("--default_kv_lease_ttl=300") as two, two.client(16 * MIB) as here, two.client(16 * MIB) as there:
         names = sorted(m.name for m in here.messengers())
         assert [m.capacity for m in here.messengers()] == [16 * MIB] * 2
 

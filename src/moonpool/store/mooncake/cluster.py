@@ -92,15 +92,16 @@ class Cluster:
         return [Removed.REMOVED if c == 0 else Removed.MISSING if c in _GONE else Removed.PINNED for c in codes]
 
     def remove_replicas(self, keys: Sequence[str], messenger: str, *, force: bool) -> list[Removed]:
-        """The peer says only which it removed; one that is there afterwards was held."""
+        """The peer says only which it removed. Asking for one of the others would renew its lease, so the list of keys has to tell
+        those that are held (or have their copies elsewhere) from those that are not there."""
         if force:
             raise Cannot.FORCE_ONE_REPLICA.error(messenger)
         if messenger not in (s.segment_name for s in self.admin.segments()):
             raise NotFound("no such messenger", key=messenger)
         with self._peer.use() as store:
             cleared = set(store.batch_replica_clear(list(keys), messenger))
-        left = {k: r for k, r in zip(keys, self.replicas(keys), strict=True) if k not in cleared}
-        held = {k for k, replicas in left.items() if any(r.messenger == messenger for r in replicas)}
+        left = set(keys) - cleared
+        held = left.intersection(self.keys()) if left else left
         return [Removed.REMOVED if k in cleared else Removed.PINNED if k in held else Removed.MISSING for k in keys]
 
     def remove_all(self, *, force: bool) -> int:
