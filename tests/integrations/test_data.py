@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from array import array
 from collections.abc import Iterator
@@ -11,8 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from moonpool.errors import ConnectionLost, DeadlineExceeded, WrongSize
-from moonpool.integrations.mooncake_api import copying
+from moonpool.errors import ConnectionLost, DeadlineExceeded
 from moonpool.integrations.mooncake_api.replicate import ReplicateConfig, SoftPinAction
 from moonpool.integrations.mooncake_api.store import MooncakeDistributedStore
 from moonpool.types import Pin
@@ -227,15 +225,6 @@ def test_a_store_without_local_buffer_takes_no_values_but_pointers(cluster: Fake
     assert (store.put("k", b"v"), store.upsert("k", b"v"), store.is_exist("k")) == (-600, -600, 0)
     assert store.put_from("k", block.ptr, 5) == 0
     assert store.get("k") == b"12345"
-
-
-@pytest.mark.parametrize("size", [1, copying._GIVE_UP_GIL - 1, copying._GIVE_UP_GIL, copying._GIVE_UP_GIL + 1])
-def test_copies_are_exact_at_every_size(size: int) -> None:
-    source, target = memoryview(os.urandom(size)), memoryview(bytearray(size + 2))
-    copying.copy(target[1:-1], source)
-    assert target.tobytes() == b"\0" + source.tobytes() + b"\0"
-    with pytest.raises((ValueError, WrongSize)):
-        copying.copy(target, source)
 
 
 def test_threads_get_their_own_bytes(store: MooncakeDistributedStore) -> None:

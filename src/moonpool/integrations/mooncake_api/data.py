@@ -15,6 +15,7 @@ from moonpool.integrations.mooncake_api.life import Life
 from moonpool.integrations.mooncake_api.memory import view_at
 from moonpool.integrations.mooncake_api.replicate import ReplicateConfig, SoftPinAction
 from moonpool.store.base import as_bytes_view
+from moonpool.transfer.copying import copy
 from moonpool.types import BufferLike, Pin, PutOptions, PutOutcome
 
 Pointers = Sequence[int]
@@ -138,7 +139,7 @@ class Data(Life):
                 for key, view in zip(found, lease.views, strict=True):
                     if view is not None:
                         handles[key] = BufferHandle.allocate(view.nbytes)
-                        copying.copy(memoryview(handles[key]), view)
+                        copy(memoryview(handles[key]), view)
         except MoonpoolError as e:
             refused("batch_get_buffer", e)
         return [handles.get(key) for key in keys]

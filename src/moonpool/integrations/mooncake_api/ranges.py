@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moonpool.errors import MoonpoolError
-from moonpool.integrations.mooncake_api import copying
 from moonpool.integrations.mooncake_api.codes import Code, refused
 from moonpool.integrations.mooncake_api.data import Data, Pointers
 from moonpool.integrations.mooncake_api.memory import view_at
 from moonpool.store.base import ReadLease
+from moonpool.transfer.copying import copy
 
 PerBuffer = Sequence[Sequence[Sequence[int]]]
 """[buffer][key][piece]"""
@@ -64,6 +64,6 @@ def _pieces(
         if min(to, at, n) < 0 or at + n > view.nbytes or to + n > room:
             results.append(int(Code.INVALID_PARAMS))
         else:
-            copying.copy(view_at(pointer + to, n, writable=True), view[at : at + n])
+            copy(view_at(pointer + to, n, writable=True), view[at : at + n])
             results.append(n)
     return results

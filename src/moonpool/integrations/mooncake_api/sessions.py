@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 import msgspec
 
 from moonpool.errors import ConfigError, LeaseExpired, MoonpoolError
-from moonpool.integrations.mooncake_api import copying
 from moonpool.integrations.mooncake_api.codes import Code, coded, coded_each, refused
 from moonpool.integrations.mooncake_api.data import Data, Pointers, same_length
 from moonpool.integrations.mooncake_api.keys import usable
 from moonpool.integrations.mooncake_api.memory import view_at
 from moonpool.integrations.mooncake_api.replicate import ReplicateConfig
 from moonpool.store.base import ReadLease, Reservation
+from moonpool.transfer.copying import copy
 from moonpool.types import Put, PutOutcome
 
 _PLAIN = ReplicateConfig()
@@ -106,7 +106,7 @@ class Sessions(Data):
         with reading.using():
             _check_ranges(key, pointers, sizes, offsets, view.nbytes)
             for p, n, at in zip(pointers, sizes, offsets, strict=True):
-                copying.copy(view_at(p, n, writable=True), view[at : at + n])
+                copy(view_at(p, n, writable=True), view[at : at + n])
         return sum(sizes)
 
     @coded
@@ -168,7 +168,7 @@ class Sessions(Data):
             target = writing.reservation.view
             _check_ranges(key, pointers, sizes, offsets, target.nbytes)
             for p, n, at in zip(pointers, sizes, offsets, strict=True):
-                copying.copy(target[at : at + n], view_at(p, n))
+                copy(target[at : at + n], view_at(p, n))
         return sum(sizes)
 
     @coded_each
