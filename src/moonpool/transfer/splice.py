@@ -16,9 +16,9 @@ from moonpool.transfer.registry import address_of
 
 _PIPE = 1 << 20
 """Bytes; what a process without privileges may have. A smaller pipe works too, in more steps."""
-_STEP = _PIPE // 2
-"""Bytes in the pipe at once: pages that begin anywhere still fit, and no crumb is left for a packet of its own."""
-_NONBLOCK = 2
+_STEP = _PIPE - 4096
+"""Bytes in the pipe at once: pages that begin anywhere still fit."""
+_NONBLOCK, _MORE = 2, 4
 
 
 class _Iovec(ctypes.Structure):
@@ -52,14 +52,14 @@ class PagePipe:
                 if ctypes.get_errno() == errno.EINTR:
                     continue
                 return sent
-            self._drain(sock, taken, before_each)
             sent += taken
+            self._drain(sock, taken, before_each, _MORE if sent < len(view) else 0)
         return sent
 
-    def _drain(self, sock: int, count: int, before_each: Callable[[], None]) -> None:
+    def _drain(self, sock: int, count: int, before_each: Callable[[], None], flags: int) -> None:
         while count:
             before_each()
-            count -= os.splice(self._out, sock, count)
+            count -= os.splice(self._out, sock, count, flags=flags)
 
     def close(self) -> None:
         os.close(self._out)

@@ -24,9 +24,6 @@ _RESET = struct.pack("ii", 1, 0)
 _SEND_PIECE = 1 << 20
 _SPLICE_FROM = 64 << 10
 """Bytes; below this a copy is cheaper than two system calls."""
-_WINDOW = 2 << 20
-"""Bytes under way at most, so that they are still in the CPU's cache when they are copied to their place. It is enough for
-1 GB/s at a round trip of 2 ms."""
 
 
 class Stream(Protocol):
@@ -74,7 +71,6 @@ class _Base:
         self.idle_s = float("inf")
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, _WINDOW)
 
     def _patience(self) -> float:
         """Seconds for the next system call."""
