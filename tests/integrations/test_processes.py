@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -77,6 +78,14 @@ def test_a_name_that_is_taken_is_an_error_that_names_it(peers: Peers, caplog: py
     arguments = ("localhost:12998", "P2PHANDSHAKE", 64 * MIB, MIB, "tcp", "", peers.address)
     assert second.setup(*arguments) == -600
     assert "12998" in caplog.text
+
+
+def test_a_port_that_the_callers_engine_holds_is_only_a_name(peers: Peers) -> None:
+    """SGLang passes its transfer engine and that engine's host:port."""
+    with socket.create_server(("127.0.0.1", 0)) as engine:
+        name = f"localhost:{engine.getsockname()[1]}"
+        store = peers.setup(hostname=name, engine=object())
+        assert (store.get_hostname(), store.put("k", b"v"), store.get("k")) == (name, 0, b"v")
 
 
 def test_many_stores_choose_different_ports(peers: Peers) -> None:

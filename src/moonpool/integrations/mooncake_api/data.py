@@ -15,7 +15,7 @@ from moonpool.integrations.mooncake_api.life import Life
 from moonpool.integrations.mooncake_api.memory import view_at
 from moonpool.integrations.mooncake_api.replicate import ReplicateConfig, SoftPinAction
 from moonpool.store.base import as_bytes_view
-from moonpool.transfer.copying import copy
+from moonpool.transfer.copying import copy_all
 from moonpool.types import BufferLike, Pin, PutOptions, PutOutcome
 
 Pointers = Sequence[int]
@@ -136,10 +136,9 @@ class Data(Life):
         try:
             found = self._present(keys)
             with self.pool.open_read(found) as lease:
-                for key, view in zip(found, lease.views, strict=True):
-                    if view is not None:
-                        handles[key] = BufferHandle.allocate(view.nbytes)
-                        copy(memoryview(handles[key]), view)
+                views = {key: view for key, view in zip(found, lease.views, strict=True) if view is not None}
+                handles = {key: BufferHandle.allocate(view.nbytes) for key, view in views.items()}
+                copy_all([(memoryview(handles[key]), view) for key, view in views.items()])
         except MoonpoolError as e:
             refused("batch_get_buffer", e)
         return [handles.get(key) for key in keys]
