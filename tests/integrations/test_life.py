@@ -232,7 +232,9 @@ def test_host_memory_by_address() -> None:
     address = allocator.alloc(1 << 20)
     ctypes.memset(address, 7, 1 << 20)
     assert bytes(view_at(address + (1 << 20) - 2, 2)) == b"\7\7"
-    assert (allocator.free(address), allocator.free(address), allocator.alloc(0)) == (0, -600, 0)
+    assert (allocator.free(address), allocator.free(address)) == (0, -600)
+    assert (allocator.alloc(0), allocator.alloc(1 << 60), allocator.alloc(1 << 70)) == (0, 0, 0)
+    assert MooncakeDistributedStore().setup_dummy(1 << 70, 1, "localhost:1") == -600
 
 
 def test_the_memory_pool_hands_out_aligned_pieces_until_it_is_empty() -> None:

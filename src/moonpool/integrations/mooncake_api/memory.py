@@ -85,8 +85,12 @@ class MemoryPool:
     """`size` bytes of zeroed private memory, handed out from its start and given back as a whole. Pages come when touched."""
 
     def __init__(self, size: int) -> None:
+        """Raises ConfigError if there is no such memory."""
         self._lock = threading.Lock()
-        self._map = mmap.mmap(-1, size)
+        try:
+            self._map = mmap.mmap(-1, size)
+        except (OSError, ValueError, OverflowError) as e:
+            raise ConfigError(f"cannot have the memory: {e}", have=f"{size} B") from e
         self._anchor = ctypes.c_char.from_buffer(self._map)
         self._start, self._used, self.size = ctypes.addressof(self._anchor), 0, size
 
@@ -111,7 +115,7 @@ class MooncakeHostMemAllocator:
         """The address of `size` zeroed bytes; 0 if there are none."""
         try:
             block = MemoryPool(operator.index(size))
-        except (OSError, ValueError):
+        except ConfigError:
             return 0
         address = block.alloc(block.size)
         with self._lock:
