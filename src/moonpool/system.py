@@ -27,6 +27,7 @@ from moonpool.errors import ConfigError
 from moonpool.metrics import ConverterMetrics, PoolMetrics
 from moonpool.pool import Pool
 from moonpool.store.client import PoolClient
+from moonpool.wire.auth import security_from_environment
 
 
 class PoolSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,7 +152,7 @@ def run_system(path: Path | None, host: str | None, port: int | None) -> None:
 
 def run_instance(model: str, master: str, host: str, port: int, api_key: str) -> None:
     """`moonpool serve`: one instance as a process of its own, on the pool behind `master`."""
-    with PoolClient.connect(master) as pool:
+    with PoolClient.connect(master, security=security_from_environment()) as pool:
         c2c = C2CConfig.decode(pool.get_c2c_config())
         ref = paths.find_model(model)
         spec = load_spec(ref)

@@ -26,7 +26,7 @@ from moonpool.transfer.server import TransferServer
 from moonpool.types import MessengerInfo
 from moonpool.wire import address as addresses
 from moonpool.wire.auth import Security
-from moonpool.wire.rpc import Channel, Server, SocketChannel
+from moonpool.wire.rpc import Channel, Server, Service, SocketChannel
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +49,15 @@ class MessengerHost:
         limits: Limits | None = None,
         security: Security = Security(),
         clock: Clock | None = None,
+        meter: Callable[[Service], Service] | None = None,
     ) -> None:
-        """`listen`: `host:port` for other machines, port 0 for any; `advertise`: the host that they are told, where it differs.
+        """`listen`: `host:port` for other machines, port 0 for any; `advertise`: the host that they are told, where it differs;
+        `meter` goes around the service as clients of the sockets see it.
 
         Raises ConfigError (an address is taken or open without a secret; the memory cannot be had), DiskError.
         """
         self._undo: list[Callable[[], None]] = []
+        self._publisher: Publisher | None = None
         try:
             self.segment = self._until_close(Segment.create(capacity))
             tier = DiskTier.open(disk, clock=clock) if disk and clock else DiskTier.open(disk) if disk else None
@@ -70,7 +73,7 @@ class MessengerHost:
                 self.service.data = DataConnections(TransferServer(registry))
             self.server = Server(
                 [socket, *([listen] if listen else [])],
-                self.service,
+                meter(self.service) if meter else self.service,
                 security=security,
                 handlers={"data": self.service.data.serve} if self.service.data else {},
                 name=f"messenger {name}",
@@ -98,9 +101,14 @@ class MessengerHost:
             return MessengerLink.open(address, security=security, tenant=tenant)
 
         self.service.tasks = Tasks(self.service, link)
-        publisher = Publisher(self.service, self.info, connect)
+        self._publisher = publisher = Publisher(self.service, self.info, connect)
         self.service.told = publisher
         self._undo.append(publisher.close)
+
+    @property
+    def joined(self) -> bool:
+        """Whether its master knows it now; always, if it is alone."""
+        return self._publisher is None or self._publisher.joined
 
     def info(self) -> MessengerInfo:
         """Who this is, with its figures of now."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 
 import msgspec
@@ -16,13 +19,14 @@ from moonpool.store.messenger.disk import DiskConfig
 from moonpool.store.messenger.state import Limits
 from moonpool.wire import messages as m
 from moonpool.wire.auth import Security, load_security, security_from_environment
-from moonpool.wire.rpc import Server, SocketChannel
+from moonpool.wire.rpc import Server, Service, SocketChannel
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _MASTER_CONNECTIONS = 4096
 """Each messenger has two, each client one."""
+_LOOK_S = 0.01
 
 
 class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,6 +57,10 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Bytes that each of these tenants may hold in the whole pool."""
     security: SecurityConfig = SecurityConfig()
 
+    def __post_init__(self) -> None:
+        if not self.expiry_s > 0:
+            raise ConfigError("expiry_s must be positive", need="> 0 s", have=f"{self.expiry_s} s")
+
 
 class MessengerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
@@ -70,7 +78,13 @@ class MessengerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     eviction_ratio: float = 0.05
     reservation_ttl_s: float = 60.0
     max_objects: int = 1 << 20
+    grace_s: float = 5.0
+    """How long open reads and writes may go on after SIGTERM."""
     security: SecurityConfig = SecurityConfig()
+
+    def __post_init__(self) -> None:
+        if not self.grace_s >= 0:
+            raise ConfigError("grace_s must not be negative", need=">= 0 s", have=f"{self.grace_s} s")
 
     def limits(self) -> Limits:
         if not 0 < self.high_watermark <= 1 or not 0 <= self.eviction_ratio < self.high_watermark:
@@ -90,25 +104,41 @@ class MessengerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         )
 
 
-def run_master(config: MasterConfig, c2c_config: bytes = b"") -> None:
-    """Serve until SIGTERM or SIGINT."""
-    stop = _stop_on_signals()
+def run_master(
+    config: MasterConfig,
+    c2c_config: bytes = b"",
+    *,
+    beside: Callable[[MasterService], AbstractContextManager[object]] | None = None,
+    meter: Callable[[Service], Service] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT. `beside` runs along with it (metrics), from before the first request; `meter` goes around the
+    service as its clients see it."""
+    stop = _Stop()
+    security = config.security.load()
     service = MasterService(c2c_config, expiry_s=config.expiry_s, quotas=config.quotas)
     places = [config.socket, *([config.listen] if config.listen else [])]
-    server = Server(
-        places, service, security=config.security.load(), name="master", max_connections=_MASTER_CONNECTIONS
-    )
-    log.info("master at %s", ", ".join(map(str, server.addresses)))
-    try:
-        while not stop.wait(min(_TICK_S, config.expiry_s / 4)):
-            service.tick()
-    finally:
-        server.close()
+    shown = meter(service) if meter else service
+    with beside(service) if beside else nullcontext():
+        server = Server(places, shown, security=security, name="master", max_connections=_MASTER_CONNECTIONS)
+        log.info("master at %s", ", ".join(map(str, server.addresses)))
+        try:
+            while not stop.wait(min(_TICK_S, config.expiry_s / 4)):
+                service.tick()
+        finally:
+            server.close()
 
 
-def run_messenger(config: MessengerConfig) -> None:
-    """Serve until SIGTERM or SIGINT; the segment goes with the process."""
-    stop = _stop_on_signals()
+def run_messenger(
+    config: MessengerConfig,
+    *,
+    beside: Callable[[MessengerHost], AbstractContextManager[object]] | None = None,
+    meter: Callable[[Service], Service] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT; the segment goes with the process. `beside` and `meter` as in `run_master`.
+
+    SIGTERM takes nothing new and lets open reads and writes go on for `grace_s`; SIGINT ends at once. A second signal kills.
+    """
+    stop = _Stop()
     host = MessengerHost(
         name=config.name,
         socket=config.socket,
@@ -119,23 +149,46 @@ def run_messenger(config: MessengerConfig) -> None:
         disk=config.disk,
         limits=config.limits(),
         security=config.security.load(),
+        meter=meter,
     )
-    log.info("messenger %s at %s, %d B", config.name, ", ".join(map(str, host.server.addresses)), config.capacity)
     try:
-        stop.wait()
+        with beside(host) if beside else nullcontext():
+            log.info(
+                "messenger %s at %s, %d B", config.name, ", ".join(map(str, host.server.addresses)), config.capacity
+            )
+            stop.wait()
+            if stop.gently:
+                _finish(host, config.grace_s)
     finally:
         host.close()
+    log.info("messenger %s has left", config.name)
 
 
-def _stop_on_signals() -> threading.Event:
-    stop = threading.Event()
+def _finish(host: MessengerHost, grace_s: float) -> None:
+    """Take nothing new, and wait for what is open, at most `grace_s`."""
+    host.service.drain(True)
+    log.info("messenger %s is leaving", host.info().name)
+    end = time.monotonic() + grace_s
+    while (open_ := host.service.stats().reads_open + host.service.stats().writes_open) and time.monotonic() < end:
+        time.sleep(_LOOK_S)
+    if open_:
+        log.warning("%d reads and writes did not end within %g s", open_, grace_s)
 
-    def end(_signal: int, _frame: FrameType | None) -> None:
-        stop.set()
 
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end)
-    return stop
+class _Stop(threading.Event):
+    """Set by the first SIGTERM or SIGINT; the next one has its usual effect, which is the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gently = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._end)
+
+    def _end(self, number: int, _frame: FrameType | None) -> None:
+        self.gently = number == signal.SIGTERM
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+        self.set()
 
 
 def c2c_config_of(master: str) -> bytes:

@@ -213,6 +213,14 @@ class Drain(Message, frozen=True):
     on: bool
 
 
+class ListTenants(Message, frozen=True):
+    """Whose objects are here, in memory or on disk? Looks at every key. An admin's verb."""
+
+
+class Tenants(Message, frozen=True):
+    names: list[str]
+
+
 class Flags(Message, frozen=True):
     values: list[bool]
 
@@ -357,6 +365,7 @@ MessengerRequest: TypeAlias = (
     | Pull
     | GetTask
     | Drain
+    | ListTenants
     | Subscribe
     | NextEvents
     | GetStats
@@ -364,7 +373,7 @@ MessengerRequest: TypeAlias = (
 MasterRequest: TypeAlias = (
     Hello | Register | Heartbeat | Publish | ListMessengers | Locate | SetQuota | GetQuotas | GetStats | GetC2C
 )
-ADMIN: tuple[type[Message], ...] = (Drain, SetQuota)
+ADMIN: tuple[type[Message], ...] = (Drain, ListTenants, SetQuota)
 """Verbs that only an admin may use."""
 EngineRequest: TypeAlias = Hello | Describe | Notify
 Reply: TypeAlias = (
@@ -383,6 +392,7 @@ Reply: TypeAlias = (
     | Started
     | Task
     | Quotas
+    | Tenants
     | Subscribed
     | Events
     | Stats

@@ -107,3 +107,8 @@ class MasterService(Service):
     def keys(self) -> int:
         with self._lock:
             return self._state.keys
+
+    def quotas(self) -> dict[str, tuple[int, int]]:
+        """Limit (-1: none) and bytes held, by tenant."""
+        with self._lock:
+            return self._state.quotas()

@@ -65,6 +65,11 @@ class Publisher(Told):
         for thread in self._threads:
             thread.start()
 
+    @property
+    def joined(self) -> bool:
+        """Whether the master knows us, by its last answer."""
+        return bool(self._generation)
+
     def close(self) -> None:
         self._stop.set()
         for channel in (self._channel, self._beating):

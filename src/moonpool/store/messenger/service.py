@@ -89,7 +89,8 @@ class MessengerService(Service):
             return self._last_session
 
     def identify(self, session: int, peer: Peer) -> None:
-        process = Process(peer.pid) if peer.pid else None
+        outside = peer.local and peer is not THIS_PROCESS  # pid 0: in a container whose processes we cannot see
+        process = Process(peer.pid) if outside else None
         with self._lock:
             self._sessions[session].peer, self._sessions[session].process = peer, process
 
@@ -210,6 +211,8 @@ class MessengerService(Service):
             case m.Drain(on):
                 self._state.draining = on
                 return m.Done()
+            case m.ListTenants():
+                return m.Tenants(sorted({tenant_of(key) for key in self._all_keys()}))
             case _:
                 raise ProtocolError("not a messenger's request", have=type(request).__name__)
 
@@ -302,6 +305,11 @@ class MessengerService(Service):
     def used_by_tenant(self) -> dict[str, int]:
         with self._lock:
             return self._state.used_by_tenant()
+
+    def drain(self, on: bool) -> None:
+        """Take nothing new from now on, or do so again."""
+        with self._lock:
+            self._state.draining = on
 
     @property
     def draining(self) -> bool:

@@ -1,0 +1,1 @@
+"""Running a pool: options, health and metrics over HTTP, a look at all of it, emptying a messenger."""
