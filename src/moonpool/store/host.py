@@ -60,7 +60,7 @@ class MessengerHost:
         self._publisher: Publisher | None = None
         try:
             self.segment = self._until_close(Segment.create(capacity))
-            tier = DiskTier.open(disk, clock=clock) if disk and clock else DiskTier.open(disk) if disk else None
+            tier = DiskTier.open(disk) if disk else None
             registry = Registry()
             self._undo.append(registry.close)
             region = registry.register(self.segment.view, name=name, fd=self.segment.fd) if listen else None

@@ -71,6 +71,11 @@ class Ledger(Generic[T]):
             raise LeaseExpired("no such handle of this session", key=str(key))
         return entry  # type: ignore[return-value]  # an owner was found, so the entry is a T
 
+    def find(self, session: int, key: int) -> T | None:
+        """The entry, still held; None if this session does not hold it (any more)."""
+        owner, entry = self._entries.get(key, (None, None))
+        return entry if owner == session else None
+
     def take(self, session: int, key: int) -> T:
         """Release: the entry is the caller's now. Raises LeaseExpired if this session does not hold it (any more)."""
         owner, entry = self._entries.get(key, (None, None))

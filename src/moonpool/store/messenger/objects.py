@@ -171,15 +171,15 @@ class ObjectTable:
                 self._idle_drop(obj)
             obj.readers += 1
 
-    def end_read(self, opened: Sequence[Object], *, used: bool = True) -> list[Object]:
-        """Count one reader less; those without any are the most recently used now, or the least if the reader did not `use` them.
-        Returns removed objects that nobody reads any more: their space is free."""
+    def end_read(self, opened: Sequence[Object]) -> list[Object]:
+        """Count one reader less; those without any are the most recently used now. Returns removed objects that nobody reads any
+        more: their space is free."""
         gone = []
         for obj in reversed(opened):
             obj.readers -= 1
             if not obj.readers and obj.visible:
-                self._idle_add(obj, first=not used)
-                if used and obj.group:
+                self._idle_add(obj)
+                if obj.group:
                     self.touch([obj.key])
             elif not obj.readers:
                 gone.append(obj)

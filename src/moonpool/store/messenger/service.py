@@ -66,8 +66,8 @@ class MessengerService(Service):
         self._state = MessengerState(segment.size, self._clock, limits, disk)
         self._lock = threading.Lock()
         self._events = threading.Condition(self._lock)
-        self._below = Below(self._state, segment, disk, self._lock) if disk else None
-        if disk:
+        self._below = Below(self._state, segment, disk, self._lock) if disk is not None else None
+        if disk is not None:
             self._state.found_below(disk.keys())
         self._quarantine = Quarantine(self._clock)
         self._sessions: dict[int, Session] = {}
@@ -148,6 +148,8 @@ class MessengerService(Service):
                 return m.Started(self._tasks().start(self._tenant(session), request))
             case m.GetTask(id=task):
                 return m.Task(self._tasks().status(task))
+        if isinstance(request, m.Commit) and self._below:
+            self._drop_replaced(session, request.ids, self._below)
         with self._lock:
             self._check_open()
             self._release()
@@ -238,6 +240,13 @@ class MessengerService(Service):
             return m.Committed(None)
         return m.Committed([error_message(o) if isinstance(o, MoonpoolError) else m.Done() for o in outcomes])
 
+    def _drop_replaced(self, session: int, ids: list[int], below: Below) -> None:
+        """What is about to be replaced must not come back from the disk when the new object is evicted."""
+        with self._lock:
+            stale = self._state.replaced_below(session, ids)
+        if stale:
+            below.drop(stale)
+
     def _open_through(self, session: int, keys: Sequence[str], below: Below) -> m.Opened:
         with self._lock:
             self._check_open()
@@ -253,9 +262,7 @@ class MessengerService(Service):
             removed = self._state.remove(full, force=force)
         if self._below:
             wanted = [i for i, r in enumerate(removed) if r is not Removed.PINNED]
-            on_disk = self._below.disk.remove_many([full[i] for i in wanted])
-            with self._lock:
-                self._state.gone_below([full[i] for i in wanted])
+            on_disk = self._below.drop([full[i] for i in wanted])
             for i, there in zip(wanted, on_disk, strict=True):
                 removed[i] = Removed.REMOVED if there else removed[i]
         self.told.wait()

@@ -78,6 +78,8 @@ class Writing:
     lost: bool = False
     """Another writer took the key. The space stays in quarantine until this one commits, revokes or dies: it may be writing."""
     replace: bool = False
+    committing: bool = False
+    """It will replace in a moment."""
 
 
 @dataclass(slots=True)
@@ -110,7 +112,7 @@ class MessengerState:
         self, capacity: int, clock: Clock, limits: Limits | None = None, backing: Backing | None = None
     ) -> None:
         self._space, self._clock, self._limits = Allocator(capacity), clock, limits or Limits()
-        self._backing = backing or NoBacking()
+        self._backing = NoBacking() if backing is None else backing
         self._has_backing = backing is not None
         self._unbacked: deque[Object] = deque(maxlen=2 * self._limits.max_objects)
         """In the order of their puts; some may be gone, or have a copy below, by the time they come up."""
@@ -410,8 +412,8 @@ class MessengerState:
                 self._unread(opened)
         return held
 
-    def _unread(self, opened: list[Object], *, used: bool = True) -> None:
-        for obj in self._table.end_read(opened, used=used):
+    def _unread(self, opened: list[Object]) -> None:
+        for obj in self._table.end_read(opened):
             self._space.free(obj.offset, obj.size)
 
     def has(self, key: str) -> bool:
@@ -453,7 +455,8 @@ class MessengerState:
         taken: list[Object] = []
         while self._unbacked and limit > 0:
             obj = self._unbacked.popleft()
-            if obj.visible and obj.key not in self._backing:
+            replaced = self._writing.get(obj.key)
+            if obj.visible and obj.key not in self._backing and not (replaced and replaced.committing):
                 taken.append(obj)
                 limit -= obj.size
         self._table.begin_read(taken)
@@ -463,7 +466,7 @@ class MessengerState:
     def backed(self, taken: Sequence[Object]) -> None:
         for obj in taken:
             self._held_for_backing.remove(obj)
-        self._unread(list(taken), used=False)
+        self._unread(list(reversed(taken)))  # in the order of their puts, as they were
 
     def below(self, keys: Sequence[str]) -> list[int]:
         """Places of the keys that are only in the tier below."""
@@ -503,6 +506,17 @@ class MessengerState:
         self._counts["hits"] += 1
         self._counts["misses"] -= 1  # `open_read` took it for one
         return lease
+
+    def replaced_below(self, session: int, handles: Sequence[int]) -> list[str]:
+        """Keys that these reservations will replace and that have a copy below. Until the commit no new copy is made of them."""
+        keys = []
+        for handle in handles:
+            writing = self._writes.find(session, handle)
+            if writing and writing.replace:
+                writing.committing = True
+                if writing.obj.key in self._backing:
+                    keys.append(writing.obj.key)
+        return keys
 
     def found_below(self, keys: Sequence[str]) -> None:
         """The tier below has these from before."""

@@ -30,6 +30,8 @@ class Index:
         self._idle: OrderedDict[str, Entry] = OrderedDict()
         """Those that nobody reads, least recently used first."""
         self._evictable = 0
+        self.gone: list[str] = []
+        """Keys of entries that were made invisible, until somebody takes the list."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -70,6 +72,7 @@ class Index:
         del self._entries[entry.name]
         self._wake(entry)
         entry.visible = False
+        self.gone.append(entry.key)
 
     def begin_read(self, entry: Entry) -> None:
         entry.readers += 1

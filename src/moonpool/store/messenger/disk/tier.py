@@ -117,6 +117,13 @@ class DiskTier:
             entry = None if self._closed else self._holdings.index.get(key, name)
             return entry.size if entry else None
 
+    def take_gone(self) -> list[str]:
+        """Keys that went since the last call, for whatever reason; some may be there again."""
+        with self._lock:
+            index = self._holdings.index
+            gone, index.gone = index.gone, []
+            return gone
+
     def stats(self) -> DiskStats:
         with self._lock:
             return self._counters.stats(self._holdings)
