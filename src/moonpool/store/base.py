@@ -71,7 +71,10 @@ class Reservation(ABC):
     """Space for one object that is not visible yet. `view` is writable until commit or revoke."""
 
     key: str
-    view: memoryview
+
+    @property
+    @abstractmethod
+    def view(self) -> memoryview: ...
 
     def fill(self, value: memoryview) -> bool:
         """Take `value` for the object's content, if that saves copying it into `view`. It is as large, and must stay as it is until

@@ -31,14 +31,19 @@ class Part(NamedTuple):
 class PoolReservation(Reservation):
     """`view` is the first part's memory, or memory of its own where that cannot be written to in place."""
 
-    __slots__ = ("_in_place", "_value", "key", "parts", "replace", "strict", "view")
+    __slots__ = ("_in_place", "_value", "_view", "key", "parts", "replace", "strict")
 
     def __init__(self, key: str, parts: list[Part], *, replace: bool = False, strict: bool = True) -> None:
         self.key, self.parts, self.replace, self.strict = key, parts, replace, strict
-        direct = parts[0].link.memory.writable(parts[0].span)
-        self._in_place = direct is not None
-        self.view = memoryview(bytearray(parts[0].span[1])) if direct is None else direct
+        self._view = parts[0].link.memory.writable(parts[0].span)
+        self._in_place = self._view is not None
         self._value: memoryview | None = None
+
+    @property
+    def view(self) -> memoryview:
+        if self._view is None:
+            self._view = memoryview(bytearray(self.parts[0].span[1]))
+        return self._view
 
     def fill(self, value: memoryview) -> bool:
         if not self._in_place:
@@ -58,10 +63,11 @@ class PoolReservation(Reservation):
     def end(self) -> None:
         """The space is no longer this writer's: a write through `view` fails from now on."""
         self._value = None
-        try:
-            self.view.release()
-        except BufferError:
-            pass  # an array over it is still around; its owner was told not to write
+        if self._view is not None:
+            try:
+                self._view.release()
+            except BufferError:
+                pass  # an array over it is still around; its owner was told not to write
 
 
 class PoolLease(ReadLease):

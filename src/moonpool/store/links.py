@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from moonpool.clock import Clock
-from moonpool.errors import ConnectionLost, DeadlineExceeded
+from moonpool.errors import AccessDenied, ConnectionLost, DeadlineExceeded
 from moonpool.store.memory import MappedMemory, Memory, RemoteMemory
 from moonpool.transfer.segment import Segment
 from moonpool.wire import address as addresses
@@ -107,7 +107,7 @@ class Reconnecting(Generic[L]):
                 raise ConnectionLost("the other side is away; trying again shortly")
             try:
                 self._link = self._connect()
-            except ConnectionLost:
+            except (ConnectionLost, AccessDenied):
                 self._pause(self._backoff)
                 raise
             except DeadlineExceeded:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
 from typing import TypeAlias
 
 import numpy as np
@@ -21,7 +21,9 @@ THREAD_NAME = "moonpool-copy"
 _SMALL = 16 << 10
 _SHARED_FROM = 2 << 20
 """Bytes; a smaller batch is done before another thread would have begun."""
-_PIECE = 4 << 20
+_WORTH_SHARING = 32 << 10
+"""Bytes of a pair on average; with smaller ones the threads only wait for the interpreter's lock."""
+_PIECE = 1 << 20
 _THREADS = min(4, len(os.sched_getaffinity(0)))
 
 
@@ -35,38 +37,58 @@ def copy(destination: memoryview, source: memoryview) -> None:
 def copy_all(pairs: Sequence[Pair]) -> None:
     """All of them; returns when all are done."""
     total = sum(len(source) for _, source in pairs)
-    if total < _SHARED_FROM or _THREADS == 1:
-        _copy_each(pairs)
+    if _THREADS == 1 or total < max(_SHARED_FROM, _WORTH_SHARING * len(pairs)):
+        for destination, source in pairs:
+            copy(destination, source)
         return
-    mine, *others = _shares(pairs, total)
-    waiting = [_helpers.get().submit(_copy_each, share) for share in others]
-    try:
-        _copy_each(mine)
-    finally:
-        for each in waiting:
-            each.result()
+    job = _Job(_pieces(pairs))
+    for _ in range(_THREADS - 1):
+        _helpers.submit(job)
+    job.work()
+    job.wait()
 
 
-def _copy_each(pairs: Sequence[Pair]) -> None:
+def _pieces(pairs: Sequence[Pair]) -> Iterator[Pair]:
     for destination, source in pairs:
-        copy(destination, source)
+        if len(source) <= _PIECE:
+            yield destination, source
+        else:
+            for at in range(0, len(source), _PIECE):
+                yield destination[at : at + _PIECE], source[at : at + _PIECE]
 
 
-def _shares(pairs: Sequence[Pair], total: int) -> list[list[Pair]]:
-    """One for each thread, about equal in bytes; what is large is cut."""
-    each = -(-total // _THREADS)
-    shares: list[list[Pair]] = [[]]
-    room = each
-    for destination, source in pairs:
-        at = 0
-        while at < len(source):
-            size = min(len(source) - at, _PIECE, room)
-            shares[-1].append((destination[at : at + size], source[at : at + size]))
-            at, room = at + size, room - size
-            if not room:
-                shares.append([])
-                room = each
-    return [share for share in shares if share]
+class _Job:
+    """Pieces that several threads take from, one by one, so that a thread that got no core delays nobody by more than a piece."""
+
+    def __init__(self, pieces: Iterator[Pair]) -> None:
+        self._pieces = pieces
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._idle = threading.Condition(self._lock)
+        self._failed: BaseException | None = None
+
+    def work(self) -> None:
+        with self._lock:
+            self._busy += 1
+            piece = next(self._pieces, None)
+        while piece is not None:
+            try:
+                copy(*piece)
+            except BaseException as e:  # noqa: BLE001 - it is raised where the copy was asked for
+                self._failed = e
+            with self._lock:
+                piece = next(self._pieces, None)
+        with self._lock:
+            self._busy -= 1
+            if not self._busy:
+                self._idle.notify_all()
+
+    def wait(self) -> None:
+        """Until no piece is being copied. A helper that has not begun finds nothing left."""
+        with self._lock:
+            self._idle.wait_for(lambda: not self._busy)
+        if self._failed:
+            raise self._failed
 
 
 class _Helpers:
@@ -74,18 +96,33 @@ class _Helpers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._started = False
 
-    def get(self) -> ThreadPoolExecutor:
+    def submit(self, job: _Job) -> None:
+        if not self._started:
+            self._start()
+        self._jobs.put(job)
+
+    def _start(self) -> None:
         with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(_THREADS - 1, thread_name_prefix=THREAD_NAME)
-            return self._pool
+            for i in range(0 if self._started else _THREADS - 1):
+                threading.Thread(target=self._run, args=(self._jobs,), name=f"{THREAD_NAME}-{i}", daemon=True).start()
+            self._started = True
 
-    def forget(self) -> None:
-        """In a child after a fork: its parent's threads are not there."""
-        self.__init__()  # type: ignore[misc]
+    @staticmethod
+    def _run(jobs: SimpleQueue[_Job]) -> None:
+        while True:
+            jobs.get().work()
 
 
 _helpers = _Helpers()
-os.register_at_fork(after_in_child=_helpers.forget)
+
+
+def _forget() -> None:
+    """In a child after a fork: its parent's threads are not there."""
+    global _helpers
+    _helpers = _Helpers()
+
+
+os.register_at_fork(after_in_child=_forget)

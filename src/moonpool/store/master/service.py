@@ -35,8 +35,9 @@ class MasterService(Service):
         self._lock = threading.Lock()
         self._sessions = 0
         self._tenants: dict[int, str] = {}
-        self._beating: dict[int, tuple[str, str]] = {}
-        """Name and generation of the messenger whose heartbeats come over a session."""
+        self._beating: dict[str, tuple[int, str]] = {}
+        """By messenger: the session that its heartbeats come over (until the first, that of its registration), and its
+        generation."""
 
     def open_session(self) -> int:
         with self._lock:
@@ -46,10 +47,11 @@ class MasterService(Service):
     def close_session(self, session: int) -> None:
         """When the connection of its heartbeats breaks, a messenger is gone. If it lives, it comes back and tells all anew."""
         self._tenants.pop(session, None)
-        beating = self._beating.pop(session, None)
-        if beating:
-            with self._lock:
-                self._state.forget(*beating)
+        with self._lock:
+            ended = [(name, generation) for name, (over, generation) in self._beating.items() if over == session]
+            for name, generation in ended:
+                del self._beating[name]
+                self._state.forget(name, generation)
 
     def tick(self) -> None:
         with self._lock:
@@ -69,10 +71,11 @@ class MasterService(Service):
                 return m.Registered(self.generation)
             case m.Register(info, generation):
                 state.register(info, generation)
+                self._beating[info.name] = (session, generation)
                 return m.Registered(self.generation, state.quotas_for(info.name))
             case m.Heartbeat(info, generation, tenants):
                 state.report(info, tenants)
-                self._beating[session] = (info.name, generation)
+                self._beating[info.name] = (session, generation)
                 return m.Registered(self.generation, state.quotas_for(info.name))
             case m.Publish(name, added, removed):
                 state.publish(name, added, removed)

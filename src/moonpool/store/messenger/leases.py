@@ -85,6 +85,12 @@ class Ledger(Generic[T]):
         self._sessions[session].discard(key)
         return entry  # type: ignore[return-value]  # an owner was found, so the entry is a T
 
+    def take_all(self, session: int, keys: Sequence[int]) -> None:
+        """Release what this session holds, all of it, each once."""
+        for key in keys:
+            del self._entries[key]
+        self._sessions[session].difference_update(keys)
+
     def discard(self, session: int, key: int) -> T | None:
         """Like `take`; None if this session does not hold it (any more)."""
         try:

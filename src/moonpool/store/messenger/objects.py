@@ -123,6 +123,21 @@ class ObjectTable:
             self._siblings.setdefault(obj.native, set()).add(obj.key)
             self.converted += 1
 
+    def add_row(self, objects: Sequence[Object]) -> None:
+        """`add`, and touch as a batch, for objects of one tenant without pin, group and origin."""
+        names = {obj.key: obj for obj in reversed(objects)}
+        size = sum(obj.size for obj in objects)
+        for obj in objects:
+            obj.visible = True
+        self._objects.update(names)
+        self._idle.normal.update(names)
+        self._idle.nbytes += size
+        tenant = objects[0].tenant
+        self.bytes_of[tenant] += size
+        if tenant in self._limited:
+            self._limited[tenant].normal.update(names)
+            self._limited[tenant].nbytes += size
+
     def remove(self, obj: Object) -> None:
         """Make invisible. The space is still the object's while `readers > 0`."""
         del self._objects[obj.key]

@@ -174,6 +174,8 @@ class Publisher(Told):
                     self._generation = ""
             except NotFound:
                 self._generation = ""
+                self._stop.wait(_PERIOD_S)  # the other thread is about to register
+                continue
             except MoonpoolError as e:
                 log.debug("no heartbeat: %s", e)
                 if self._beating:
