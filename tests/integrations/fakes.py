@@ -26,7 +26,11 @@ from moonpool.types import (
 class FakeReservation(Reservation):
     def __init__(self, key: str, size: int, homes: list[str], options: PutOptions) -> None:
         self.key, self.homes, self.options = key, homes, options
-        self.view = memoryview(bytearray(size))
+        self._view = memoryview(bytearray(size))
+
+    @property
+    def view(self) -> memoryview:
+        return self._view
 
 
 class FakeLease(ReadLease):

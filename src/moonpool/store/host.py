@@ -110,18 +110,6 @@ class MessengerHost:
         """Whether its master knows it now; always, if it is alone."""
         return self._publisher is None or self._publisher.joined
 
-    def info(self) -> MessengerInfo:
-        """Who this is, with its figures of now."""
-        stats = self.service.stats()
-        return msgspec.structs.replace(
-            self._info,
-            capacity=stats.capacity,
-            used=stats.used,
-            objects=stats.objects,
-            draining=self.service.draining,
-        )
-
-    def close(self) -> None:
-        """Idempotent."""
-        while self._undo:
-            self._undo.pop()()
+    def wait_joined(self, timeout: float) -> bool:
+        """Whether the master has heard of this messenger, at the latest after `timeout` seconds; always, if it is alone."""
+        return self._publisher is None or self._publisher.wait_joined(timeout)

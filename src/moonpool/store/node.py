@@ -50,6 +50,7 @@ class Node:
                 limits=limits,
                 security=security,
             )
+            self.host.wait_joined(_JOIN_S)  # so that whoever lists the pool from now on sees this node
             try:
                 self.pool = PoolClient(
                     lambda: MessengerLink.mapped(LocalChannel(self.host.service), tenant),

@@ -15,6 +15,8 @@ from moonpool.wire import messages as m
 
 _BELIEVED_S = 2.0
 """How long a list of messengers is believed."""
+_FRESH_S = 0.02
+"""How long one is believed although something speaks against it."""
 TIMEOUT_S = 5.0
 """Longest wait for another messenger: it only says where bytes lie, so it answers in well under a millisecond or is stuck."""
 
@@ -63,8 +65,9 @@ class Peers:
             return dict(self._peers)
 
     def forget_age(self) -> None:
-        """Ask the master anew at the next use."""
-        self._asked_at = float("-inf")
+        """Ask the master anew at the next use, unless it was asked just now."""
+        if self._clock.now() - self._asked_at > _FRESH_S:
+            self._asked_at = float("-inf")
 
     def _refresh(self) -> None:
         if self._master and self._clock.now() - self._asked_at > _BELIEVED_S:
@@ -105,10 +108,14 @@ class Peers:
     def locate(self, keys: Sequence[str]) -> list[tuple[Peer, list[int]]]:
         """Which of `keys` (by index) which messenger holds; each key at most once."""
         peers = self.all() if keys else {}
-        if not peers:
+        if not peers and not self._master:
             return []
         found: dict[str, list[int]] = {}
-        for i, names in enumerate(self.holders(keys)):
+        holders = self.holders(keys)
+        if any(name != self.home and name not in peers for names in holders for name in names):
+            self.forget_age()  # somebody has just joined
+            peers = self.all()
+        for i, names in enumerate(holders):
             here = next((n for n in names if n in peers), None)
             if here:
                 found.setdefault(here, []).append(i)

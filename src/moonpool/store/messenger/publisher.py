@@ -55,6 +55,8 @@ class Publisher(Told):
         """Taken from the service and not yet known to the master; told again after a time-out."""
         self._generation = ""
         self._keeps_up = False
+        self._heard = threading.Event()
+        """Set when the master has heard of us for the first time."""
         self._telling = threading.Lock()
         self._stop = threading.Event()
         self._threads = [
@@ -69,6 +71,10 @@ class Publisher(Told):
     def joined(self) -> bool:
         """Whether the master knows us, by its last answer."""
         return bool(self._generation)
+
+    def wait_joined(self, timeout: float) -> bool:
+        """Whether the master has heard of us, at the latest after `timeout` seconds."""
+        return self._heard.wait(timeout)
 
     def close(self) -> None:
         self._stop.set()
@@ -149,6 +155,7 @@ class Publisher(Told):
         self._service.take_changes()
         self._unsent = Changes(there=dict.fromkeys(self._service.keys(), True))
         self._generation = registered.generation
+        self._heard.set()
 
     def _call(self, request: m.Message, timeout: float) -> m.Registered:
         if self._channel is None:

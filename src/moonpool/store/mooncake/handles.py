@@ -21,11 +21,15 @@ class How(NamedTuple):
 class SlabReservation(Reservation):
     """Belongs to this process alone: the peer hears of the object at commit."""
 
-    __slots__ = ("block", "ended", "how", "key", "page", "view")
+    __slots__ = ("_view", "block", "ended", "how", "key", "page")
 
     def __init__(self, key: str, page: PageKey | None, block: Block, view: memoryview, how: How) -> None:
-        self.key, self.page, self.block, self.view = key, page, block, view
+        self.key, self.page, self.block, self._view = key, page, block, view
         self.how, self.ended = how, False
+
+    @property
+    def view(self) -> memoryview:
+        return self._view
 
     def end(self) -> None:
         """A write through `view` fails from now on."""
