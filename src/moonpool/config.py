@@ -95,14 +95,18 @@ def _put(tree: dict[str, Any], path: list[str], value: object) -> None:
 
 
 def _read_sizes(tree: Any, path: list[str], origin: str) -> None:
-    """Make bytes of sizes that are text, in place; of all values where the field is a mapping."""
+    """Make bytes of sizes, in place; of all values where the field is a mapping."""
+
+    def read(value: object) -> object:
+        return to_bytes(str(value), origin) if isinstance(value, str | int) and not isinstance(value, bool) else value
+
     for name in path[:-1]:
         tree = tree.get(name) if isinstance(tree, dict) else None
     value = tree.get(path[-1]) if isinstance(tree, dict) else None
-    if isinstance(value, str):
-        tree[path[-1]] = to_bytes(value, origin)
-    elif isinstance(value, dict):
-        tree[path[-1]] = {k: to_bytes(v, origin) if isinstance(v, str) else v for k, v in value.items()}
+    if isinstance(value, dict):
+        tree[path[-1]] = {k: read(v) for k, v in value.items()}
+    elif value is not None:
+        tree[path[-1]] = read(value)
 
 
 _UNITS = {"": 1, "b": 1}

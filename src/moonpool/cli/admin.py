@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
 from moonpool.cli.joining import Master
 from moonpool.errors import ConfigError, NoSpace
+
+_WIDTH = 120
+"""Columns of a table that goes to no terminal."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -29,7 +33,7 @@ def stat(master: Master, as_json: Annotated[bool, typer.Option("--json", help="F
     if as_json:
         print(msgspec.json.encode(picture).decode())
     else:
-        Console().print(stat_table(picture))
+        Console(width=None if sys.stdout.isatty() else _WIDTH).print(stat_table(picture))
 
 
 def top(

@@ -92,7 +92,11 @@ class Emptying:
         self.close()
 
     def stop_puts(self, on: bool = True) -> None:
-        """Raises AccessDenied."""
+        """Raises NotFound if nobody else takes objects, AccessDenied."""
+        if on and not self.others:
+            raise NotFound(
+                "no other messenger takes objects", key=self.name, fix="Start one, or stop this one as it is."
+            )
         self._source.call(m.Drain(on), m.Done)
 
     def held(self) -> int:
@@ -101,12 +105,10 @@ class Emptying:
         return stats.used + stats.disk_used
 
     def run(self, progress: Callable[[Report], None] = lambda _: None) -> Report:
-        """Move everything; what does not fit elsewhere stays, and is counted. `progress` hears of every step. Raises NotFound if
-        nobody else takes objects, AccessDenied, WireError."""
-        if not self.others:
-            raise NotFound(
-                "no other messenger takes objects", key=self.name, fix="Start one, or stop this one as it is."
-            )
+        """After `stop_puts`: move everything; what does not fit elsewhere stays, and is counted. `progress` hears of every step.
+
+        Raises AccessDenied, WireError.
+        """
         report = Report()
         for tenant in self._source.call(m.ListTenants(), m.Tenants).names:
             with closing(_Dialer(self.security)) as dialer:

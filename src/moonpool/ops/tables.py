@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -24,7 +25,7 @@ def size(count: float) -> str:
 
 
 def stat_table(picture: Picture) -> RenderableType:
-    table = Table(padding=(0, 0, 0, 1), title=f"{picture.master}: {picture.keys:,} keys", title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, title=f"{picture.master}: {picture.keys:,} keys", title_justify="left")
     for column in ("messenger", "state"):
         table.add_column(column)
     for column in ("used", "of", "objects", "r/w", "puts", "hits", "evicted", "disk", "on disk", "lost"):
@@ -38,7 +39,7 @@ def stat_table(picture: Picture) -> RenderableType:
 
 def top_table(before: Picture | None, now: Picture) -> RenderableType:
     """Rates are per second since `before`."""
-    table = Table(padding=(0, 0, 0, 1), title=f"{now.master}: {now.keys:,} keys", title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, title=f"{now.master}: {now.keys:,} keys", title_justify="left")
     for column in ("messenger", "state"):
         table.add_column(column)
     for column in (
@@ -120,7 +121,7 @@ def _between(old: PoolStats | None, new: PoolStats | None, seconds: float) -> li
 def _quotas(picture: Picture) -> list[RenderableType]:
     if not picture.quotas:
         return []
-    table = Table(title="tenants", title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, title="tenants", title_justify="left")
     table.add_column("tenant")
     for column in ("limit", "used", ""):
         table.add_column(column, justify="right")
