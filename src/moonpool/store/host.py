@@ -60,7 +60,7 @@ class MessengerHost:
         self._publisher: Publisher | None = None
         try:
             self.segment = self._until_close(Segment.create(capacity))
-            tier = DiskTier.open(disk) if disk else None
+            tier = DiskTier.open(disk, clock=clock) if disk and clock else DiskTier.open(disk) if disk else None
             registry = Registry()
             self._undo.append(registry.close)
             region = registry.register(self.segment.view, name=name, fd=self.segment.fd) if listen else None
@@ -113,3 +113,19 @@ class MessengerHost:
     def wait_joined(self, timeout: float) -> bool:
         """Whether the master has heard of this messenger, at the latest after `timeout` seconds; always, if it is alone."""
         return self._publisher is None or self._publisher.wait_joined(timeout)
+
+    def info(self) -> MessengerInfo:
+        """Who this is, with its figures of now."""
+        stats = self.service.stats()
+        return msgspec.structs.replace(
+            self._info,
+            capacity=stats.capacity,
+            used=stats.used,
+            objects=stats.objects,
+            draining=self.service.draining,
+        )
+
+    def close(self) -> None:
+        """Idempotent."""
+        while self._undo:
+            self._undo.pop()()
