@@ -28,7 +28,8 @@ class SmallPool:
         self.folder, self._stack, self._security = folder, stack, security
         self.master = str(folder / "master")
         self.service = MasterService()
-        stack.callback(Server(self.master, self.service, security=security, name="master").close)
+        self.server = Server(self.master, self.service, security=security, name="master")
+        stack.callback(self.server.close)
         self.hosts = [self.add(f"m{i}", capacity) for i in range(messengers)]
         assert eventually(lambda: len(self.service.messengers()) == messengers)
 

@@ -35,10 +35,12 @@ def up(
     port: Annotated[int | None, typer.Option(help="Overrides the file.", min=0, max=65535)] = None,
 ) -> None:
     """Start pool, converter and instances on this machine and serve the OpenAI API until Ctrl-C."""
-    from moonpool.system import run_system
     from moonpool.wire.address import host_only
 
-    run_system(config, None if host is None else host_only(host), port)
+    host = None if host is None else host_only(host)  # before torch is loaded, which takes seconds
+    from moonpool.system import run_system
+
+    run_system(config, host, port)
 
 
 def converter(master: Master, threads: Annotated[int, typer.Option(help="Of each matrix product.")] = 1) -> None:
@@ -59,7 +61,9 @@ def serve(
     api_key: Annotated[str, typer.Option(envvar="MOONPOOL_API_KEY", show_envvar=True, show_default=False)] = "",
 ) -> None:
     """Run one instance of the built-in engine on a pool."""
-    from moonpool.system import run_instance
     from moonpool.wire.address import host_only
 
-    run_instance(model, master, host_only(host), port, api_key)
+    host = host_only(host)
+    from moonpool.system import run_instance
+
+    run_instance(model, master, host, port, api_key)

@@ -69,8 +69,8 @@ class Publisher(Told):
 
     @property
     def joined(self) -> bool:
-        """Whether the master knows us, by its last answer."""
-        return bool(self._generation)
+        """Whether the master knows us, by its last answer, and has not gone since."""
+        return bool(self._generation) and self._beating is not None
 
     def wait_joined(self, timeout: float) -> bool:
         """Whether the master has heard of us, at the latest after `timeout` seconds."""

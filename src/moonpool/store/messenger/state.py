@@ -145,6 +145,8 @@ class MessengerState:
         try:
             if not options.replace and self.has(key):
                 return Put.EXISTED
+            if self.draining:  # nothing new; what lies below may still come up
+                return Draining("the messenger is being emptied", key=bare(key), fix="Put it on another messenger.")
             now = self._clock.now()
             writing = Writing(self._new(key, size, options, group, now), now + self._limits.reservation_ttl_s)
             writing.replace = options.replace
@@ -233,8 +235,6 @@ class MessengerState:
         return Reserved(handle, obj.offset, obj.size)
 
     def _refuse(self, obj: Object, now: float) -> None:
-        if self.draining:
-            raise Draining("the messenger is being emptied", key=bare(obj.key), fix="Put it on another messenger.")
         if obj.converted and self.has(obj.native):
             raise NativeExists("a native page is there; a converted one cannot replace it", key=bare(obj.key))
         other = self._writing.get(obj.key)
