@@ -10,6 +10,7 @@ unless the pool has a secret: then its owner has thought about who reaches the m
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from typing import Self
@@ -26,6 +27,8 @@ from starlette.routing import Route
 from moonpool.wire import address as addresses
 from moonpool.wire import binding
 from moonpool.wire.auth import Security
+
+log = logging.getLogger(__name__)
 
 _CONNECTIONS = 64
 _GRACE_S = 1
@@ -73,6 +76,7 @@ class HealthServer:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="moonpool-metrics", daemon=True)
         self._thread.start()
+        log.info("%s metrics at %s/metrics", owner, self.url)
 
     def _run(self) -> None:
         self._server.run(sockets=[self._bound.socket])

@@ -97,6 +97,7 @@ MESSENGER = (
     Option("listen", "--listen", "HOST:PORT for other machines; port 0 for any free one."),
     Option("advertise", "--advertise", "Host that others are told, where it is not the one in --listen."),
     Option("capacity", "--capacity", "Size of the segment: bytes, or such as 4GiB.", True),
+    Option("prefault", "--prefault", "Take all of the segment's memory at the start."),
     Option("disk.folder", "--disk", "Folder of the disk tier; none if not given."),
     Option("disk.capacity", "--disk-capacity", "Most that the folder may take.", True),
     Option("disk.fsync", "--disk-fsync", "Survive a power cut, not only the end of the process."),

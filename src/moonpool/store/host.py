@@ -42,6 +42,7 @@ class MessengerHost:
         name: str,
         socket: str,
         capacity: int,
+        prefault: bool = False,
         master: str = "",
         listen: str = "",
         advertise: str = "",
@@ -60,6 +61,8 @@ class MessengerHost:
         self._publisher: Publisher | None = None
         try:
             self.segment = self._until_close(Segment.create(capacity))
+            if prefault:
+                self.segment.populate()
             tier = DiskTier.open(disk, clock=clock) if disk and clock else DiskTier.open(disk) if disk else None
             registry = Registry()
             self._undo.append(registry.close)

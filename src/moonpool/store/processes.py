@@ -74,6 +74,8 @@ class MessengerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     disk: DiskConfig | None = None
     capacity: int = 1 << 30
     """Bytes of the segment."""
+    prefault: bool = False
+    """Take all of the segment's memory at the start, not page by page as it is first written."""
     high_watermark: float = 0.95
     eviction_ratio: float = 0.05
     reservation_ttl_s: float = 60.0
@@ -143,6 +145,7 @@ def run_messenger(
         name=config.name,
         socket=config.socket,
         capacity=config.capacity,
+        prefault=config.prefault,
         master=config.master,
         listen=config.listen,
         advertise=config.advertise,
