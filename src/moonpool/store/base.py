@@ -45,6 +45,14 @@ def as_bytes_view(buffer: BufferLike, *, writable: bool = False) -> memoryview:
 
     Raises WrongSize for a buffer that is not contiguous, or read-only where it is to be written.
     """
+    if (
+        type(buffer) is memoryview
+        and buffer.format == "B"
+        and buffer.ndim == 1
+        and buffer.c_contiguous
+        and not (writable and buffer.readonly)
+    ):
+        return buffer
     if hasattr(buffer, "data_ptr"):  # a torch tensor; numpy has no bfloat16, so go through its bytes
         if not buffer.is_contiguous() or buffer.device.type != "cpu":
             raise WrongSize(
@@ -222,9 +230,15 @@ class KVPool(ABC):
         if len(set(keys)) < len(keys):
             return self._batch_put_once(keys, values, options)
         views = [as_bytes_view(v) for v in values]
-        outcomes: list[PutOutcome | None] = [None] * len(keys)
+        return self._fill(views, self.reserve([(k, len(v)) for k, v in zip(keys, views, strict=True)], options))
+
+    def _fill(
+        self, views: Sequence[memoryview], space: Sequence[Reservation | Put | MoonpoolError]
+    ) -> list[PutOutcome]:
+        """Copy the values to where they were given space, and commit."""
+        outcomes: list[PutOutcome | None] = [None] * len(views)
         reserved: list[tuple[int, Reservation]] = []
-        for i, got in enumerate(self.reserve([(k, v.nbytes) for k, v in zip(keys, views, strict=True)], options)):
+        for i, got in enumerate(space):
             if isinstance(got, Reservation):
                 reserved.append((i, got))
             else:

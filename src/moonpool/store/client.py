@@ -28,7 +28,7 @@ from moonpool.store.events import MergedEvents
 from moonpool.store.handles import AWAY, Peer, PoolLease, PoolReservation, close_lease
 from moonpool.store.links import MasterLink, MessengerLink, Reconnecting
 from moonpool.store.peers import TIMEOUT_S, Peers, addresses_of, host_id
-from moonpool.store.writer import Writer
+from moonpool.store.writer import NotARow, Writer
 from moonpool.types import (
     BufferLike,
     MessengerInfo,
@@ -121,6 +121,16 @@ class PoolClient(KVPool):
         if options is not PLAIN:
             _check_options(options, len(items))
         return self._writer.reserve(items, options)
+
+    def batch_put(
+        self, keys: Sequence[str], values: Sequence[BufferLike], options: PutOptions = PLAIN
+    ) -> list[PutOutcome]:
+        if options is PLAIN and len(set(keys)) == len(keys):
+            self._check(keys)
+            views = [as_bytes_view(v) for v in values]
+            done = self._writer.put_row(keys, views)
+            return self._fill(views, done.space) if isinstance(done, NotARow) else done
+        return super().batch_put(keys, values, options)
 
     def commit(self, reservations: Sequence[Reservation]) -> list[PutOutcome]:
         self._check_open()

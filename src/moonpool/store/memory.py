@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from socket import socket
 from typing import TypeAlias
 
@@ -12,6 +13,7 @@ from moonpool.transfer.base import Op
 from moonpool.transfer.client import TransferClient
 from moonpool.transfer.copying import copy_all
 from moonpool.transfer.segment import Segment
+from moonpool.wire.messages import ROW_ALIGN
 
 Span: TypeAlias = tuple[int, int]
 
@@ -62,6 +64,12 @@ class MappedMemory(Memory):
     def write(self, spans: Sequence[Span], values: Sequence[memoryview]) -> list[MoonpoolError | None]:
         copy_all([(self.segment.span(*span), value) for span, value in zip(spans, values, strict=True)])
         return [None] * len(spans)
+
+    def write_row(self, offset: int, values: Sequence[memoryview]) -> None:
+        """Copy the values to `offset`, each beginning at the next multiple of ROW_ALIGN."""
+        ends = list(accumulate(-(-len(v) // ROW_ALIGN) * ROW_ALIGN for v in values))
+        row = self.segment.span(offset, ends[-1])
+        copy_all([(row[start : start + len(v)], v) for start, v in zip([0, *ends[:-1]], values, strict=True)])
 
     def close(self) -> None:
         self.segment.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from random import Random
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from moonpool.errors import (
     ConnectionLost,
@@ -20,6 +20,7 @@ from moonpool.keys import PageKey
 from moonpool.store.base import PLAIN, Reservation
 from moonpool.store.handles import AWAY, Part, Peer, PoolReservation
 from moonpool.store.links import MessengerLink
+from moonpool.store.memory import MappedMemory
 from moonpool.store.peers import Peers
 from moonpool.store.placement import order
 from moonpool.types import Put, PutOptions, PutOutcome
@@ -27,6 +28,10 @@ from moonpool.wire import messages as m
 
 _ELSEWHERE = (NoSpace, ObjectTooLarge, *AWAY)
 """Refusals of one messenger that another one may not share."""
+
+
+class NotARow(NamedTuple):
+    space: list[Reservation | Put | MoonpoolError]
 
 
 class Writer:
@@ -75,14 +80,40 @@ class Writer:
             link, reply = home.call(m.Reserve(list(items), _wire(options)), m.Reserved)
         except AWAY as e:
             return [e for _ in items]
+        return self._reservations(items, link, reply)
+
+    def _reservations(
+        self, items: Sequence[tuple[str, int]], link: MessengerLink, reply: m.Reserved
+    ) -> list[Reservation | Put | MoonpoolError]:
         return [
-            PoolReservation(key, [Part(home, link, got.id, (got.offset, got.size))])
+            PoolReservation(key, [Part(self._home, link, got.id, (got.offset, got.size))])
             if isinstance(got, m.Span)
             else Put.EXISTED
             if isinstance(got, m.Existed)
             else _error(got)
-            for (key, _), got in zip(items, reply.results, strict=True)
+            for (key, _), got in zip(items, reply.spans([size for _, size in items]), strict=True)
         ]
+
+    def put_row(self, keys: Sequence[str], values: Sequence[memoryview]) -> list[PutOutcome] | NotARow:
+        """The usual batch, in one go: plain, at home, all new. Where it is not that, nothing but `reserve` was done."""
+        items = [(k, len(v)) for k, v in zip(keys, values, strict=True)]
+        if self._peers.all() or not items:
+            return NotARow(self.reserve(items, PLAIN))
+        home = self._home
+        try:
+            link, reply = home.call(m.Reserve(items), m.Reserved)
+        except AWAY as e:
+            return [e for _ in keys]
+        if reply.row is None or not isinstance(link.memory, MappedMemory):
+            return NotARow(self._reservations(items, link, reply))
+        ids = list(range(reply.row[0], reply.row[0] + len(keys)))
+        try:
+            link.memory.write_row(reply.row[1], values)
+        except BaseException:
+            with contextlib.suppress(*AWAY):
+                home.call_on(link, m.Revoke(ids), m.Done)
+            raise
+        return self._commit_on(home, link, ids)
 
     def _targets(self, options: PutOptions, others: dict[str, Peer]) -> list[Peer]:
         if not others:
@@ -122,7 +153,7 @@ class Writer:
             self._peers.forget_age()
             refused.update(dict.fromkeys(wanting, e))
             return
-        for i, got in zip(wanting, reply.results, strict=True):
+        for i, got in zip(wanting, reply.spans([items[i][1] for i in wanting]), strict=True):
             match got:
                 case m.Span(id=handle, offset=offset, size=size):
                     parts[i].append(Part(target, link, handle, (offset, size)))

@@ -6,6 +6,7 @@ Bounds that the decoder enforces stand here; the frame's size cap is in `framing
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -16,6 +17,7 @@ MAX_BATCH = 65536
 MAX_KEY = 1024
 MAX_SIZE = 1 << 48
 MAX_TENANT = 64
+ROW_ALIGN = 64
 
 Key: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY)]
 Keys: TypeAlias = Annotated[list[Key], msgspec.Meta(max_length=MAX_BATCH)]
@@ -82,9 +84,21 @@ class Existed(Message, frozen=True): ...
 
 
 class Reserved(Message, frozen=True):
-    """One per item."""
+    """One per item, or for all of them a `row`: (first id, offset). Then the ids follow each other, and so do the spans, each
+    beginning at the next multiple of ROW_ALIGN."""
 
     results: list[Span | Existed | Error]
+    row: tuple[int, int] | None = None
+
+    def spans(self, sizes: Sequence[int]) -> list[Span | Existed | Error]:
+        """One per item, whichever way they came; `sizes` are those that were asked for."""
+        if self.row is None:
+            return self.results
+        (first, offset), spans = self.row, []
+        for i, size in enumerate(sizes):
+            spans.append(Span(first + i, offset, size))
+            offset += -(-size // ROW_ALIGN) * ROW_ALIGN
+        return list(spans)
 
 
 class Commit(Message, frozen=True):

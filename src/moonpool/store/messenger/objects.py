@@ -241,9 +241,9 @@ class ObjectTable:
         """What is hard-pinned."""
         return self._hard.values()
 
-    def evictable(self, tenant: str) -> int:
-        """Bytes of a limited tenant that may be evicted."""
-        return self._limited[tenant].nbytes
+    def evictable(self, tenant: str | None = None) -> int:
+        """Bytes that may be evicted; with `tenant`, of that one, which must be limited."""
+        return (self._idle if tenant is None else self._limited[tenant]).nbytes
 
     def limit(self, tenants: Iterable[str]) -> None:
         """Only these tenants have quotas now."""

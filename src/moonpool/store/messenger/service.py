@@ -18,7 +18,7 @@ from moonpool.store.messenger.below import Below
 from moonpool.store.messenger.data import DataConnections
 from moonpool.store.messenger.disk import DiskTier
 from moonpool.store.messenger.quarantine import Process, Quarantine
-from moonpool.store.messenger.state import Changes, Limits, MessengerState, Reserved
+from moonpool.store.messenger.state import Changes, Limits, MessengerState, Reserved, Row
 from moonpool.store.messenger.tasks import Tasks
 from moonpool.store.messenger.tenants import bare, scoped, tenant_of
 from moonpool.transfer.registry import Region
@@ -232,6 +232,8 @@ class MessengerService(Service):
             raise ProtocolError("groups do not fit the items", need=str(len(items)), have=str(len(options.groups)))
         full = [(key, size) for key, (_, size) in zip(keys, items, strict=True)] if tenant else items
         results = self._state.reserve_all(session, full, options, options.groups)
+        if isinstance(results, Row):
+            return m.Reserved([], (results.id, results.offset))
         return m.Reserved([_reserved(r) for r in results])
 
     def _commit(self, session: int, ids: list[int]) -> m.Committed:

@@ -96,6 +96,14 @@ class Reserved:
 
 
 @dataclass(slots=True)
+class Row:
+    """Space for a whole batch in one piece: ids from `id` on, objects one after the other from `offset` on."""
+
+    id: int
+    offset: int
+
+
+@dataclass(slots=True)
 class Changes:
     """What the master's index must be told since the last `take_changes`."""
 
@@ -156,18 +164,16 @@ class MessengerState:
 
     def reserve_all(
         self, session: int, items: Sequence[tuple[str, int]], options: PutOptions = _PLAIN, groups: Sequence[str] = ()
-    ) -> list[Reserved | Put | MoonpoolError]:
+    ) -> list[Reserved | Put | MoonpoolError] | Row:
         """`reserve` for each; a batch of new keys lies in one piece if there is one."""
-        if options == _PLAIN and not groups and len(items) > 1 and (spaces := self._reserve_row(session, items)):
-            return spaces
+        if options == _PLAIN and not groups and (row := self._reserve_row(session, items)):
+            return row
         return [
             self.reserve(session, key, size, options, group)
             for (key, size), group in zip(items, groups or repeat(""))  # noqa: B905 - endless
         ]
 
-    def _reserve_row(
-        self, session: int, items: Sequence[tuple[str, int]]
-    ) -> list[Reserved | Put | MoonpoolError] | None:
+    def _reserve_row(self, session: int, items: Sequence[tuple[str, int]]) -> Row | None:
         """The usual batch: plain objects that are all new, and fit. None if this one is not."""
         table, writing, now = self._table, self._writing, self._clock.now()
         sizes = [rounded(size) for _, size in items]
@@ -182,24 +188,25 @@ class MessengerState:
         ):
             return None
         table.unpin(now)
-        offset = self._room_in_a_row(total, len(items))
-        if offset is None:
+        start = offset = self._room_in_a_row(total, len(items))
+        if start is None or offset is None:
             return None
         expires = now + self._limits.reservation_ttl_s
         tenant = tenant_of(items[0][0])
         entries: list[Writing] = []
         for (key, size), taken in zip(items, sizes, strict=True):
-            entry = writing[key] = Writing(
-                Object(key, offset if size else 0, size, owner_of(bare(key)), tenant), expires
-            )
+            owner = owner_of(bare(key) if tenant else key)
+            entry = writing[key] = Writing(Object(key, offset, size, owner, tenant), expires)
             entries.append(entry)
             offset += taken
         self._being_written[tenant] += sum(size for _, size in items)
-        first = self._writes.add_all(session, entries)
-        return [Reserved(first + i, e.obj.offset, e.obj.size) for i, e in enumerate(entries)]
+        return Row(self._writes.add_all(session, entries), start)
 
     def _room_in_a_row(self, total: int, count: int) -> int | None:
-        if self._space.used + total > self._evict_above:
+        over = self._space.used + total - self._evict_above
+        if over > 0:
+            if over > self._table.evictable() or count == 1:
+                return None
             for _ in range(_EVICTIONS_PER_PUT * count):
                 if self._space.used + total <= self._evict_down_to or not self._evict_one():
                     break

@@ -141,7 +141,7 @@ class Tasks:
             self._receiver.handle(session, m.Hello(job.tenant))
             reply = self._receiver.handle(session, m.Reserve([(key, size)], options))
             assert isinstance(reply, m.Reserved)
-            match reply.results[0]:
+            match reply.spans([size])[0]:
                 case m.Span(id=handle, offset=to):
                     self._copy(job, link, (offset, size), to)
                     if not link.channel.call(m.CloseRead([opened.lease]), m.Flags).values[0]:
