@@ -73,7 +73,9 @@ class Segment:
         try:
             self._map.madvise(_MADV_POPULATE_WRITE)
         except OSError as e:
-            raise ConfigError("cannot take the segment's memory", need=f"{self.size} B", have=e.strerror or str(e)) from e
+            raise ConfigError(
+                "cannot take the segment's memory", need=f"{self.size} B", have=e.strerror or str(e)
+            ) from e
 
     def close(self) -> None:
         """Give up the descriptor and the mapping. A view that somebody still holds keeps the mapping until it is dropped."""

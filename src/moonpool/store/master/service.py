@@ -13,6 +13,7 @@ from moonpool.store.master.state import MasterState
 from moonpool.store.messenger.tenants import scoped
 from moonpool.types import MessengerInfo, PoolStats
 from moonpool.wire import messages as m
+from moonpool.wire.auth import Peer
 from moonpool.wire.rpc import Service
 
 
@@ -35,6 +36,7 @@ class MasterService(Service):
         self._lock = threading.Lock()
         self._sessions = 0
         self._tenants: dict[int, str] = {}
+        self._peers: dict[int, Peer] = {}
         self._beating: dict[str, tuple[int, str]] = {}
         """By messenger: the session that its heartbeats come over (until the first, that of its registration), and its
         generation."""
@@ -44,9 +46,13 @@ class MasterService(Service):
             self._sessions += 1
             return self._sessions
 
+    def identify(self, session: int, peer: Peer) -> None:
+        self._peers[session] = peer
+
     def close_session(self, session: int) -> None:
         """When the connection of its heartbeats breaks, a messenger is gone. If it lives, it comes back and tells all anew."""
         self._tenants.pop(session, None)
+        self._peers.pop(session, None)
         with self._lock:
             ended = [(name, generation) for name, (over, generation) in self._beating.items() if over == session]
             for name, generation in ended:
@@ -60,6 +66,8 @@ class MasterService(Service):
     def handle(self, session: int, request: Any) -> m.Message:
         if isinstance(request, m.Heartbeat) and not self._state.seen(request.info.name):  # before any lock
             raise NotFound("no such messenger", key=request.info.name, fix="Register first.")
+        if isinstance(request, m.ADMIN):
+            self._peers[session].require_admin(type(request).__name__)
         with self._lock:
             return self._answer(session, request)
 
