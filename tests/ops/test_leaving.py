@@ -137,6 +137,19 @@ def test_e6_sigint_ends_a_messenger_with_a_stuck_reader_at_once(pool: Pool) -> N
         lease.close()
 
 
+def test_sigterm_writes_the_memory_to_disk_and_the_next_start_has_it(pool: Pool, tmp_path: Path) -> None:
+    disk = ["--disk", str(tmp_path / "disk"), "--disk-capacity", "256MiB"]
+    messenger = pool.add("d", *disk, "--grace", "20")
+    data = {f"k{i}": pattern(f"k{i}", MIB)[:MIB] for i in range(20)}  # less than what is written behind
+    with pool.client("d") as client:
+        client.batch_put(list(data), list(data.values()))
+        assert client.stats().disk_objects == 0
+    assert messenger.end() == 0
+    pool.add("d", *disk)
+    with pool.client("d") as client:
+        assert [client.get(k) for k in data] == list(data.values())
+
+
 @pytest.mark.parametrize("tcp", [False, True], ids=["shared-memory", "tcp"])
 def test_d12_sixteen_readers_during_a_graceful_stop_get_right_bytes_or_typed_errors(pool: Pool, tcp: bool) -> None:
     keys = [f"key-{i}" for i in range(20)]

@@ -106,7 +106,9 @@ MESSENGER = (
     Option("eviction_ratio", "--eviction-ratio", "Share of the segment that such an eviction frees beyond that."),
     Option("reservation_ttl_s", "--reservation-ttl-s", "Seconds after which a writer loses its key to the next one."),
     Option("max_objects", "--max-objects", "Most objects in memory."),
-    Option("grace_s", "--grace", "Seconds for open reads and writes after SIGTERM."),
+    Option(
+        "grace_s", "--grace", "Seconds after SIGTERM for open reads and writes, and for the disk tier to take the rest."
+    ),
     *_SERVING,
 )
 

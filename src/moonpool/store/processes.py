@@ -81,7 +81,7 @@ class MessengerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     reservation_ttl_s: float = 60.0
     max_objects: int = 1 << 20
     grace_s: float = 5.0
-    """How long open reads and writes may go on after SIGTERM."""
+    """How long open reads and writes may go on after SIGTERM, and the disk tier take what is in memory."""
     security: SecurityConfig = SecurityConfig()
 
     def __post_init__(self) -> None:
@@ -168,7 +168,7 @@ def run_messenger(
 
 
 def _finish(host: MessengerHost, grace_s: float) -> None:
-    """Take nothing new, and wait for what is open, at most `grace_s`."""
+    """Take nothing new, wait for what is open, and write the rest to the disk tier, all within `grace_s`."""
     host.service.drain(True)
     log.info("messenger %s is leaving", host.info().name)
     end = time.monotonic() + grace_s
@@ -176,6 +176,8 @@ def _finish(host: MessengerHost, grace_s: float) -> None:
         time.sleep(_LOOK_S)
     if open_:
         log.warning("%d reads and writes did not end within %g s", open_, grace_s)
+    if not host.service.spill_all(max(0.0, end - time.monotonic())):
+        log.warning("not all objects were written to disk within %g s", grace_s)
 
 
 class _Stop(threading.Event):

@@ -36,6 +36,8 @@ class Below:
         """One load of a key at a time: the next one then finds it in memory."""
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="spill")
         self._stop = threading.Event()
+        self._above = SPILL_ABOVE
+        self._all_down = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spill", daemon=True)
         self._thread.start()
 
@@ -47,15 +49,23 @@ class Below:
 
     # -- write-behind
 
+    def spill_all(self, timeout: float) -> bool:
+        """Copy down from now on whatever the memory holds; for the end. True when that was done, within `timeout` seconds."""
+        self._above = 0.0
+        return self._all_down.wait(timeout)
+
     def _run(self) -> None:
         while not self._stop.wait(_PERIOD_S):
-            while not self._stop.is_set() and self._spill():
+            above = self._above
+            while not self._stop.is_set() and self._spill(above):
                 pass
+            if above == 0.0 and not self._stop.is_set():
+                self._all_down.set()
 
-    def _spill(self) -> bool:
+    def _spill(self, above: float) -> bool:
         """One turn. False if there is nothing to do."""
         with self._lock:
-            taken = self._state.take_unbacked(_TURN_BYTES) if self._state.fill() > SPILL_ABOVE else []
+            taken = self._state.take_unbacked(_TURN_BYTES) if self._state.fill() > above else []
         list(self._writers.map(self._copy_down, taken))
         gone = self.disk.take_gone()
         if taken or gone:

@@ -320,6 +320,10 @@ class MessengerService(Service):
         with self._lock:
             self._state.draining = on
 
+    def spill_all(self, timeout: float) -> bool:
+        """Before the end: copy all to the disk tier. False if there was no time for all; true if there is no such tier."""
+        return self._below is None or self._below.spill_all(timeout)
+
     @property
     def draining(self) -> bool:
         return self._state.draining
