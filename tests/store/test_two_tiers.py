@@ -111,7 +111,7 @@ def test_one_tenants_remove_all_leaves_the_other_tenants_disk(disk: DiskConfig) 
         assert sorted(pool.keys()) == keys
         other.pool.close()
     with EmbeddedPool(4 * MIB, disk=disk) as pool:
-        assert all(pool.get(k) == pattern(k) for k in pool.keys())
+        assert all(pool.get(k) == pattern(k) for k in list(pool.keys()))
 
 
 class EmbeddedTenant:
