@@ -8,7 +8,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo demo-qwen up test test-slow check format bench bench-c2c bench-pool bundles fit-qwen clean
+.PHONY: setup demo demo-qwen up test test-slow test-faults check format bench bench-c2c bench-pool bench-store \
+	bench-transfer bench-disk conformance bundles fit-qwen clean
 
 setup: $(STAMP)
 
@@ -35,6 +36,10 @@ test: setup
 test-slow: setup
 	@$(BIN)/python -m pytest -m slow -rs --timeout 1800
 
+# Kills, freezes and restarts real processes under load, and checks every byte that is read.
+test-faults: setup
+	@$(BIN)/python -m benchmarks.faults
+
 check: setup
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
@@ -45,7 +50,7 @@ format: setup
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: bench-pool bench-c2c
+bench: bench-pool bench-c2c bench-store bench-transfer bench-disk
 
 bundles: setup
 	@$(BIN)/python models/fit_bundles.py
@@ -55,6 +60,21 @@ bench-pool: setup
 
 bench-c2c: setup
 	@$(BIN)/python -m benchmarks.c2c
+
+# Against the real Mooncake Store, which is installed into a venv of its own; in a network namespace of its own.
+bench-store: setup
+	@$(BIN)/python -m benchmarks.store
+
+bench-transfer: setup
+	@$(BIN)/python -m benchmarks.transfer
+
+bench-disk: setup
+	@$(BIN)/python -m benchmarks.disk
+
+# PEER_TESTS: a checkout of kvcache-ai/Mooncake, whose own tests run unmodified against the drop-in.
+conformance: setup
+	@test -n "$(PEER_TESTS)" || { echo "make conformance PEER_TESTS=<checkout of kvcache-ai/Mooncake>"; exit 2; }
+	@$(BIN)/python -m benchmarks.conformance "$(PEER_TESTS)"
 
 fit-qwen: setup
 	@$(BIN)/python -m benchmarks.fit_qwen

@@ -117,4 +117,4 @@ def test_without_rules_it_says_so_and_ends(tmp_path: Path) -> None:
     with no_leaks(), LocalCluster() as running, converter(running) as process:
         assert process.wait(60) == 2
         assert process.stderr is not None
-        assert b"the master holds no C2C rules" in process.stderr.read()
+        assert b"the pool holds no C2C rules" in process.stderr.read()

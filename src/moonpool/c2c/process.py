@@ -19,10 +19,12 @@ log = logging.getLogger(__name__)
 
 
 def convert_until_stopped(pool: KVPool, threads: int) -> None:
-    """Run the rules that the pool's master holds. Raises ConfigError if it holds none."""
+    """Run the rules that the pool holds. Raises ConfigError if it holds none."""
     config = C2CConfig.decode(pool.get_c2c_config())
     if not config.rules:
-        raise ConfigError("the master holds no C2C rules", fix="Start it with `moonpool master --c2c FILE`.")
+        raise ConfigError(
+            "the pool holds no C2C rules", fix="Start the master, or an existing engine's converter, with `--c2c FILE`."
+        )
     torch.set_num_threads(threads)
     stop = threading.Event()
 

@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
-from moonpool.cli.joining import Master
+from moonpool.cli.joining import Master, OptionalMaster
+from moonpool.errors import ConfigError
 from moonpool.ops import ports
+from moonpool.store.base import KVPool
 
 
 def add_to(app: typer.Typer) -> None:
@@ -43,14 +45,35 @@ def up(
     run_system(config, host, port)
 
 
-def converter(master: Master, threads: Annotated[int, typer.Option(help="Of each matrix product.")] = 1) -> None:
-    """Run the converter of a pool as a process of its own."""
+def converter(
+    master: OptionalMaster = "",
+    mooncake: Annotated[
+        Path | None, typer.Option(help="Settings of a Mooncake cluster to convert in, instead of a pool of ours.")
+    ] = None,
+    c2c: Annotated[
+        Path | None, typer.Option(help="C2C file; with --mooncake only, a master of ours has its own.")
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Of each matrix product.")] = 1,
+) -> None:
+    """Run the converter of a pool, or of an existing Mooncake cluster, as a process of its own."""
+    if bool(master) == bool(mooncake) or bool(mooncake) != bool(c2c):
+        raise ConfigError("whose converter?", need="--master ADDRESS, or --mooncake FILE with --c2c FILE")
     from moonpool.c2c.process import convert_until_stopped
+
+    with _pool_to_convert(master, mooncake, c2c) as pool:
+        convert_until_stopped(pool, threads)
+
+
+def _pool_to_convert(master: str, mooncake: Path | None, c2c: Path | None) -> KVPool:
+    if mooncake and c2c:
+        from moonpool.c2c.config import load_c2c
+        from moonpool.store.mooncake import MooncakePool
+
+        return MooncakePool.connect(mooncake, c2c_config=load_c2c(c2c).encode())
     from moonpool.store.client import PoolClient
     from moonpool.wire.auth import security_from_environment
 
-    with PoolClient.connect(master, security=security_from_environment()) as pool:
-        convert_until_stopped(pool, threads)
+    return PoolClient.connect(master, security=security_from_environment())
 
 
 def serve(

@@ -7,3 +7,4 @@ from typing import Annotated
 import typer
 
 Master = Annotated[str, typer.Option(envvar="MOONPOOL_MASTER", help="Address of the master: HOST:PORT, or its socket.")]
+OptionalMaster = Annotated[str, typer.Option("--master", envvar="MOONPOOL_MASTER", help="Address of the master.")]
