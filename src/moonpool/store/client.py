@@ -181,7 +181,7 @@ class PoolClient(KVPool):
         """Copy what this messenger has straight into the buffers. A result is written only when it is known to be good."""
         with contextlib.suppress(*AWAY):
             link, opened = manager.call(m.OpenRead([keys[i] for i in places]), m.Opened)
-            if not opened.lease:
+            if not opened.lease or not link.hold():
                 return
             fits: list[tuple[int, tuple[int, int]]] = []
             for i, span in zip(places, opened.spans, strict=True):

@@ -79,7 +79,7 @@ class PoolLease(ReadLease):
     def fill(self, places: Sequence[int], manager: Peer, link: MessengerLink, opened: m.Opened) -> None:
         """Take over what a messenger opened for the keys at `places`. What it has to be fetched for is copied here, and the
         messenger's lease closed."""
-        if not opened.lease:
+        if not opened.lease or not link.hold():
             return
         found = [(place, span) for place, span in zip(places, opened.spans, strict=True) if span]
         if link.memory.mapped:
@@ -107,10 +107,13 @@ class PoolLease(ReadLease):
 def close_lease(manager: Peer, link: MessengerLink, lease: int) -> bool:
     """Whether the messenger still held it; only then is what was copied over the network good. Mapped memory stays ours until we
     say so: nothing to ask."""
-    if link.memory.mapped:
+    try:
+        if link.memory.mapped:
+            with contextlib.suppress(*AWAY, PoolClosed):
+                manager.post_on(link, m.CloseRead([lease]))
+            return True
         with contextlib.suppress(*AWAY, PoolClosed):
-            manager.post_on(link, m.CloseRead([lease]))
-        return True
-    with contextlib.suppress(*AWAY, PoolClosed):
-        return manager.call_on(link, m.CloseRead([lease]), m.Flags).values[0]
-    return False
+            return manager.call_on(link, m.CloseRead([lease]), m.Flags).values[0]
+        return False
+    finally:
+        link.let_go()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from moonpool.clock import Clock
@@ -24,25 +24,59 @@ _FROZEN_S = 1.0
 """Shortest pause after a time-out."""
 
 
+class _Holds:
+    """How many leases a link carries. While there are some it must not end, for with the session the messenger gives up what they
+    protect."""
+
+    __slots__ = ("_closing", "_count", "_lock")
+
+    def __init__(self) -> None:
+        self._lock, self._count, self._closing = threading.Lock(), 0, False
+
+    def take(self) -> bool:
+        with self._lock:
+            self._count += not self._closing
+            return not self._closing
+
+    def give(self) -> bool:
+        """Whether it was the last one of a link that is to end."""
+        with self._lock:
+            self._count -= 1
+            return self._closing and not self._count
+
+    def end(self) -> bool:
+        """No more leases; whether there are none."""
+        with self._lock:
+            self._closing = True
+            return not self._count
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MessengerLink:
-    """One session with one messenger, and its memory."""
+    """One session with one messenger, and its memory. It outlives what goes wrong with its channel while leases are held over it."""
 
     channel: Channel
     memory: Memory
     generation: str
     name: str
+    keeper: socket.socket | None = None
+    """Keeps the session open when a call that took too long has closed the channel."""
+    _holds: _Holds = field(default_factory=_Holds)
 
     @staticmethod
     def mapped(channel: Channel, tenant: str = "") -> MessengerLink:
         """Over a channel that carries descriptors, which it takes over: bytes go through shared memory."""
+        keeper = None
         try:
             welcome = channel.call(m.Hello(tenant), m.Welcome)
+            keeper = channel.keeper()
             memory = MappedMemory(Segment(channel.take_descriptor()))
-            return MessengerLink(channel, memory, welcome.generation, welcome.name)
         except BaseException:
+            if keeper:
+                keeper.close()
             channel.close()
             raise
+        return MessengerLink(channel, memory, welcome.generation, welcome.name, keeper)
 
     @staticmethod
     def open(text: str, *, security: Security = Security(), tenant: str = "", timeout: float = 10.0) -> MessengerLink:
@@ -65,8 +99,24 @@ class MessengerLink:
         memory = RemoteMemory(data, welcome.region, welcome.region_generation)
         return MessengerLink(channel, memory, welcome.generation, welcome.name)
 
-    def close(self) -> None:
+    def hold(self) -> bool:
+        """A lease was opened over it. False if it is ending, and the lease with it."""
+        return self._holds.take()
+
+    def let_go(self) -> None:
+        """The lease is closed."""
+        if self._holds.give():
+            self._end()
+
+    def close(self, *, at_once: bool = True) -> None:
+        """End it; not `at_once`: as soon as no lease is held over it."""
+        if self._holds.end() or at_once:
+            self._end()
+
+    def _end(self) -> None:
         self.channel.close()
+        if self.keeper:
+            self.keeper.close()
         self.memory.close()
 
 
@@ -74,7 +124,7 @@ class Closable(Protocol):
     @property
     def channel(self) -> Channel: ...
 
-    def close(self) -> None: ...
+    def close(self, *, at_once: bool = True) -> None: ...
 
 
 L = TypeVar("L", bound=Closable)
@@ -84,7 +134,7 @@ L = TypeVar("L", bound=Closable)
 class MasterLink:
     channel: Channel
 
-    def close(self) -> None:
+    def close(self, *, at_once: bool = True) -> None:
         self.channel.close()
 
 
@@ -155,13 +205,13 @@ class Reconnecting(Generic[L]):
         with self._lock:
             if self._link is link:
                 self._link = None
-                link.close()
+                link.close(at_once=False)
                 if pause_s:
                     # It takes connections but does not answer: only a pause keeps the next call from waiting too.
                     self._pause(max(self._backoff, pause_s))
 
-    def close(self) -> None:
+    def close(self, *, at_once: bool = True) -> None:
         with self._lock:
             if self._link is not None:
-                self._link.close()
+                self._link.close(at_once=at_once)
             self._link = None

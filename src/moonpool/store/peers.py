@@ -83,7 +83,7 @@ class Peers:
             return
         for name in list(self._peers):
             if name not in listed or _place(listed[name]) != _place(self._known[name]):
-                self._peers.pop(name).close()
+                self._peers.pop(name).close(at_once=False)
         self._known = listed
         for name, info in listed.items():
             if name != self.home and name not in self._peers:

@@ -92,6 +92,11 @@ class Channel(ABC):
     def take_descriptor(self) -> int:
         """The descriptor that came with the last reply; it is the caller's now."""
 
+    def keeper(self) -> socket.socket | None:
+        """What keeps the session open, until it is closed too, when an error has closed the channel. `close` ends the session all
+        the same."""
+        return None
+
     @abstractmethod
     def close(self) -> None: ...
 
@@ -212,6 +217,12 @@ class SocketChannel(Channel):
         if not self._stream.fds:
             raise ProtocolError("no descriptor came with the reply")
         return self._stream.fds.pop()
+
+    def keeper(self) -> socket.socket:
+        try:
+            return self._stream.socket.dup()
+        except OSError as e:
+            raise ConnectionLost(f"no descriptor left: {e.strerror}") from e
 
     def close(self) -> None:
         hang_up(self._stream.socket)  # wakes a call that waits in another thread
