@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
+import os
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import msgspec
@@ -124,3 +129,30 @@ def test_top_runs_until_it_is_told_to_end_and_outlives_the_master(tmp_path: Path
     text = console.export_text()
     assert "1 keys" in text
     assert "the master does not answer" in text
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("key", "status"), [(b"q", 0), (b"\x03", 130)])
+def test_top_on_a_terminal_ends_at_q_and_at_ctrl_c(tmp_path: Path, key: bytes, status: int) -> None:
+    with small_pool(tmp_path) as small:
+        ours, its = os.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moonpool", "top", "--master", small.master, "--interval", "60"],
+            stdin=its,
+            stdout=its,
+            stderr=its,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(its)
+        seen = b""
+        try:
+            while b"m1" not in seen:
+                seen += os.read(ours, 4096)
+            os.write(ours, key)
+            assert eventually(lambda: process.poll() is not None, timeout_s=5), "it does not wait for the next look"
+            assert process.returncode == status
+        finally:
+            process.kill()
+            process.wait(10)
+            os.close(ours)
