@@ -69,3 +69,18 @@ def test_a_view_outlives_close() -> None:
     view[:] = b"kept"
     segment.close()
     assert bytes(view) == b"kept"
+
+
+def test_huge_pages_are_taken_where_they_are_reserved_and_what_was_got_is_said() -> None:
+    """L3: asked for or not, nobody has to guess which pages a segment is made of."""
+    size = 4 << 20
+    with no_leaks():
+        segment = Segment.create(size)
+        other = Segment(os.dup(segment.fd))
+        segment.view[size - 3 :] = b"abc"
+        assert bytes(other.span(size - 3, 3)) == b"abc"
+        assert other.pages() == segment.pages()
+        assert ("2 MiB" in segment.pages()) == segment.huge
+        other.close()
+        segment.close()
+        assert "pages" in Segment.pages(segment)

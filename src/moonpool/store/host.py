@@ -66,7 +66,11 @@ class MessengerHost:
             tier = DiskTier.open(disk, clock=clock) if disk and clock else DiskTier.open(disk) if disk else None
             registry = Registry()
             self._undo.append(registry.close)
-            region = registry.register(self.segment.view, name=name, fd=self.segment.fd) if listen else None
+            region = (
+                registry.register(self.segment.view, name=name, fd=-1 if self.segment.huge else self.segment.fd)
+                if listen
+                else None
+            )
             limits = limits or Limits(changes_kept=1 << 16 if master else 0)
             self.service = MessengerService(
                 self.segment, name=name, clock=clock, limits=limits, disk=tier, region=region

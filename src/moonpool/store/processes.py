@@ -157,7 +157,11 @@ def run_messenger(
     try:
         with beside(host) if beside else nullcontext():
             log.info(
-                "messenger %s at %s, %d B", config.name, ", ".join(map(str, host.server.addresses)), config.capacity
+                "messenger %s at %s, %d B in %s",
+                config.name,
+                ", ".join(map(str, host.server.addresses)),
+                config.capacity,
+                host.segment.pages(),
             )
             stop.wait()
             if stop.gently:
