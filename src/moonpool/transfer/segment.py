@@ -75,7 +75,7 @@ class Segment:
             return "huge pages of 2 MiB"
         if _transparent_huge_pages():
             return "transparent huge pages, where the kernel finds some"
-        return "pages of 4 KiB: no huge ones are reserved (vm.nr_hugepages), nor transparent ones on for shared memory (shmem_enabled)"
+        return "pages of 4 KiB: no huge ones are reserved (vm.nr_hugepages), nor transparent ones on (shmem_enabled)"
 
     def span(self, offset: int, size: int, *, readonly: bool = False) -> memoryview:
         """The bytes `[offset, offset + size)`. Raises ProtocolError if they are not all inside, ConnectionLost after `close`."""
