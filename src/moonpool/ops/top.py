@@ -19,6 +19,8 @@ from moonpool.errors import MoonpoolError
 from moonpool.ops.picture import Observer, Picture
 from moonpool.ops.tables import top_table
 
+_SLICE_S = 0.2
+
 Wait = Callable[[float], bool]
 """Waits so many seconds, or until the user wants the end; true then."""
 
@@ -51,9 +53,18 @@ def keyboard() -> Iterator[Wait]:
     was = termios.tcgetattr(fd)
     tty.setcbreak(fd)
     try:
-        yield lambda seconds: bool(select.select([fd], [], [], seconds)[0]) and os.read(fd, 1) in (b"q", b"Q")
+        yield lambda seconds: _quit_within(fd, seconds)
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, was)
+
+
+def _quit_within(fd: int, seconds: float) -> bool:
+    """In short waits: a signal that comes just before one is heard only after it."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if select.select([fd], [], [], min(left, _SLICE_S))[0] and os.read(fd, 1) in (b"q", b"Q"):
+            return True
+    return False
 
 
 def _sleep(seconds: float) -> bool:

@@ -163,7 +163,8 @@ def run_messenger(
                 config.capacity,
                 host.segment.pages(),
             )
-            stop.wait()
+            while not stop.wait(_TICK_S):  # not without end: a signal just before the wait is heard only after it
+                pass
             if stop.gently:
                 _finish(host, config.grace_s)
     finally:
