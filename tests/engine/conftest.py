@@ -11,6 +11,7 @@ import torch
 from moonpool.c2c.signature import ModelSpec, load_spec
 from moonpool.engine.instance import Instance
 from moonpool.store.embedded import EmbeddedPool
+from moonpool.transfer.copying import THREAD_NAME
 from tests.engine.models import build
 
 PAGE = 16
@@ -59,7 +60,8 @@ def start() -> Iterator[Callable[..., Instance]]:
     yield begin
     for instance in made:
         instance.close()
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("moonpool-") and t.is_alive()]
+    ours = {t.name for t in threading.enumerate() if t.name.startswith("moonpool-") and t.is_alive()}
+    assert not {name for name in ours if not name.startswith(THREAD_NAME)}, "the process's own threads for copies stay"
 
 
 def prompt(n: int, seed: int = 0) -> list[int]:

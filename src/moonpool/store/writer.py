@@ -120,8 +120,8 @@ class Writer:
             return [self._home]
         home = self._peers.home
         names = order(list(self._peers.known().values()), home=home, preferred=options.preferred, random=self._random)
-        if home not in names and home not in self._peers.known():
-            names.insert(0, home)  # the master has not heard of it yet
+        if not names or home not in self._peers.known():
+            names.insert(0, home)  # the master has not heard of it yet; or nobody takes anything, and it says so best
         return [self._home if n == home else others[n] for n in names if n == home or n in others]
 
     def _known_elsewhere(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.store.disk.support import Model, open_tier, pattern, record_paths, taken_on_disk, temporary_paths
 
@@ -64,10 +64,14 @@ class Tier(RuleBasedStateMachine):
         assert self.model.tier.stats().bytes == taken_on_disk(self.folder)
         self.harmed &= set(record_paths(self.folder))
 
-    @precondition(lambda self: bool(record_paths(self.folder)))
-    @rule(data=st.data(), at=st.integers(0, 10_000), kind=st.sampled_from(["flip", "truncate", "delete"]))
-    def harm(self, data: st.DataObject, at: int, kind: str) -> None:
-        path = data.draw(st.sampled_from(record_paths(self.folder)))
+    @rule(which=st.integers(0, 100), at=st.integers(0, 10_000), kind=st.sampled_from(["flip", "truncate", "delete"]))
+    def harm(self, which: int, at: int, kind: str) -> None:
+        # Records of one tick of the file system's clock are evicted in no certain order after a restart, so what there is must not
+        # decide what is drawn.
+        paths = sorted(record_paths(self.folder))
+        if not paths:
+            return
+        path = paths[which % len(paths)]
         raw = bytearray(path.read_bytes())
         self.harmed.add(path)
         if kind == "delete" or not raw:
