@@ -12,7 +12,7 @@ import pytest
 from moonpool.store.host import MessengerHost
 from moonpool.store.messenger.service import MessengerService
 from moonpool.testing.fake_clock import FakeClock
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.segment import Segment, _container_limit
 from moonpool.wire import messages as m
 from moonpool.wire.auth import THIS_PROCESS, Peer
 from tests.ops.support import MIB
@@ -40,6 +40,13 @@ def test_l2_a_segment_needs_no_room_in_dev_shm() -> None:
     free_before, free_after, taken = map(int, ran.stdout.split())
     assert free_before == free_after == MIB
     assert taken > 48 * MIB, "it counts as shmem all the same"
+
+
+def test_a_containers_limits_count_and_no_limit_is_none(tmp_path: Path) -> None:
+    for text, limit in (("0\n", 0), ("4096\n", 4096), ("max\n", 77)):
+        (tmp_path / "hugetlb.2MB.max").write_text(text)
+        assert _container_limit("hugetlb.2MB.max", 77, tmp_path) == limit
+    assert _container_limit("memory.max", 77, tmp_path) == 77
 
 
 def test_pages_are_taken_when_first_written_or_all_at_the_start(tmp_path: Path) -> None:

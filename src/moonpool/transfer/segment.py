@@ -125,9 +125,11 @@ def _sealed(size: int, flags: int) -> int:
 def _reserved_huge_pages() -> int:
     """Bytes of them that are free."""
     try:
-        return _HUGE * int(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text())
+        free = _HUGE * int(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text())
     except (OSError, ValueError):
         return 0
+    # A container that may not have them can still map them, and is killed (SIGBUS) at the first touch.
+    return min(free, _container_limit("hugetlb.2MB.max", free), _container_limit("hugetlb.2MB.rsvd.max", free))
 
 
 def _transparent_huge_pages() -> bool:
@@ -140,8 +142,13 @@ def _transparent_huge_pages() -> bool:
 
 def _memory_limit() -> int:
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(machine, _container_limit("memory.max", machine))
+
+
+def _container_limit(name: str, otherwise: int, folder: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this container may have; `otherwise` where there is no limit."""
     try:
-        container = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        limit = (folder / name).read_text().strip()
     except OSError:
-        return machine
-    return min(machine, int(container)) if container.isdigit() else machine
+        return otherwise
+    return int(limit) if limit.isdigit() else otherwise
