@@ -77,7 +77,9 @@ class Below:
     def _copy_down(self, obj: Object) -> None:
         if not self._stop.is_set() and obj.visible:
             self.disk.write(obj.key, self._segment.span(obj.offset, obj.size, readonly=True))
-            if not obj.visible:  # removed meanwhile: it must not come back
+            with self._lock:
+                stays = self._state.copied(obj)
+            if not stays:  # removed meanwhile, or about to be: it must not come back
                 self.disk.remove(obj.key)
 
     def drop(self, keys: Sequence[str]) -> list[bool]:

@@ -45,6 +45,9 @@ class Ledger(Generic[T]):
         held.add(key)
         return key
 
+    def holds(self, session: int) -> bool:
+        return bool(self._sessions.get(session))
+
     def room(self, session: int, count: int) -> bool:
         """Whether the session may hold `count` more."""
         return len(self._sessions.get(session, ())) + count <= self.limit

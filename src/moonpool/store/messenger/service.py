@@ -196,7 +196,7 @@ class MessengerService(Service):
     def _answer_rest(self, session: int, tenant: str, request: Any) -> m.Message:
         match request:
             case m.Hello(asked):
-                return self._welcome(self._sessions[session], asked)
+                return self._welcome(session, self._sessions[session], asked)
             case m.DescribeObjects(keys):
                 return m.Descriptions([self._describe(k) for k in scoped(tenant, keys)])
             case m.ListKeys(limit, restart):
@@ -218,7 +218,9 @@ class MessengerService(Service):
             case _:
                 raise ProtocolError("not a messenger's request", have=type(request).__name__)
 
-    def _welcome(self, session: Session, tenant: str) -> m.Welcome:
+    def _welcome(self, number: int, session: Session, tenant: str) -> m.Welcome:
+        if tenant != session.tenant and self._state.is_writing(number):
+            raise ProtocolError("a session that writes stays with its tenant", key=tenant, have=session.tenant)
         session.tenant = tenant
         if session.peer.local or self.data is None or self._region is None:
             return m.Welcome(self.generation, self.segment.size, self.name)

@@ -257,6 +257,9 @@ class MessengerState:
                 have=f"{self._space.capacity} B",
                 fix="Enlarge the pool.",
             )
+        if self._too_many() and not self._table.victims():
+            have = f"{len(self._table)}, none of which can be evicted, and {len(self._writes)} being written"
+            raise NoSpace("too many objects", key=bare(obj.key), need=f"< {self._limits.max_objects}", have=have)
 
     def _make_quota(self, obj: Object) -> None:
         """Evict objects of the tenant until the new one is within its quota. Raises QuotaExceeded, and evicts nothing then."""
@@ -273,6 +276,8 @@ class MessengerState:
                 have=f"{held} B of {limit} B used by tenant `{obj.tenant}`",
                 fix="Raise the quota, remove objects, or unpin some.",
             )
+        if over > 0:
+            self._refuse_if_hopeless(obj.key, rounded(obj.size))
         while over > 0:
             over -= sum(victim.size for victim in self._evict_one(obj.tenant))
 
@@ -282,14 +287,15 @@ class MessengerState:
             self._refuse_if_hopeless(key, need)
         if self._space.used + need > self._evict_above:
             self._evict(max(0, self._evict_down_to - need))
-        if len(self._table) + len(self._writes) >= self._limits.max_objects and not self._evict_one():
-            raise NoSpace(
-                "too many objects", key=bare(key), need=f"< {self._limits.max_objects}", have=str(len(self._table))
-            )
+        if self._too_many():
+            self._evict_one()
         while (offset := self._space.allocate(size)) is None:
             found = self._evict_one()  # enough bytes in all, but not in one piece
             assert found, "not hopeless, so there was something to evict"
         return offset
+
+    def _too_many(self) -> bool:
+        return len(self._table) + len(self._writes) >= self._limits.max_objects
 
     def _next_victim_makes(self, need: int) -> bool:
         """Whether evicting one object leaves a block of `need` bytes: mostly so, and much cheaper to see than all that is pinned."""
@@ -331,7 +337,7 @@ class MessengerState:
     def _pinned(self) -> list[Object]:
         """What cannot be evicted, once per handle."""
         in_use = [w.obj for w in self._writes.entries()] + [o for opened in self._reads.entries() for o in opened]
-        return in_use + list(self._table.hard()) + self._quarantine
+        return in_use + list(self._table.hard()) + self._quarantine + self._held_for_backing
 
     def _drop(self, obj: Object, why: str) -> None:
         self._table.remove(obj)
@@ -500,6 +506,11 @@ class MessengerState:
         self._held_for_backing += taken
         return taken
 
+    def copied(self, obj: Object) -> bool:
+        """Whether the copy that was just made of it may stay: not of what was removed, or is about to be replaced, meanwhile."""
+        writing = self._writing.get(obj.key)
+        return obj.visible and not (writing and writing.committing)
+
     def backed(self, taken: Sequence[Object]) -> None:
         for obj in taken:
             self._held_for_backing.remove(obj)
@@ -617,6 +628,9 @@ class MessengerState:
         return events, held.dropped
 
     # -- sessions, figures
+
+    def is_writing(self, session: int) -> bool:
+        return self._writes.holds(session)
 
     def end_session(self, session: int) -> list[Object]:
         """Give back all that a session held: nothing half-written stays, nothing stays open.
