@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,8 +20,10 @@ import msgspec
 
 from moonpool.errors import MoonpoolError, WireError
 from moonpool.store.client import PoolClient
+from moonpool.store.messenger.disk import DiskConfig
 from moonpool.store.processes import MasterConfig, MessengerConfig
 from moonpool.testing.leaks import eventually
+from moonpool.types import MessengerInfo
 from moonpool.wire import messages as m
 from moonpool.wire.rpc import SocketChannel
 
@@ -96,7 +99,7 @@ class Node:
 
 
 class LocalCluster:
-    """One master and `messengers` messengers of `capacity` bytes each; further keywords go to every `MessengerConfig`."""
+    """One master and `messengers` messengers of `capacity` bytes each."""
 
     def __init__(
         self,
@@ -106,12 +109,17 @@ class LocalCluster:
         c2c_config: bytes = b"",
         expiry_s: float = 2.0,
         reservation_ttl_s: float = 60.0,
+        listen: bool = False,
+        disks: Collection[int] = (),
+        disk_capacity: int = 64 << 20,
+        quotas: Mapping[str, int] | None = None,
     ) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="moonpool-"))
+        """`listen`: over TCP too, on a loopback port; `disks`: numbers of the messengers that have a disk tier."""
+        self.folder = self._folder = Path(tempfile.mkdtemp(prefix="moonpool-"))
         self._clients: list[PoolClient] = []
         c2c_file = self._folder / "c2c.json"
         c2c_file.write_bytes(c2c_config)
-        config = MasterConfig(socket=str(self._folder / "master.sock"), expiry_s=expiry_s)
+        config = MasterConfig(socket=str(self._folder / "master.sock"), expiry_s=expiry_s, quotas=dict(quotas or {}))
         self.master = self._node("master", config.socket, "master", config, str(c2c_file))
         self.messengers: list[Node] = []
         for i in range(messengers):
@@ -122,6 +130,8 @@ class LocalCluster:
                 master=config.socket,
                 capacity=capacity,
                 reservation_ttl_s=reservation_ttl_s,
+                listen="127.0.0.1:0" if listen else "",
+                disk=DiskConfig(folder=str(self._folder / f"disk{i}"), capacity=disk_capacity) if i in disks else None,
             )
             self.messengers.append(self._node(f"m{i}", socket, "messenger", messenger))
 
@@ -141,9 +151,13 @@ class LocalCluster:
 
     def listed(self) -> list[str]:
         """Names of the messengers that the master takes for alive."""
+        return [i.name for i in self.infos()]
+
+    def infos(self) -> list[MessengerInfo]:
+        """The messengers that the master takes for alive, with their addresses of now."""
         channel = SocketChannel(self.master.socket, timeout=5)
         try:
-            return [i.name for i in channel.call(m.ListMessengers(), m.Messengers).messengers]
+            return channel.call(m.ListMessengers(), m.Messengers).messengers
         finally:
             channel.close()
 
@@ -155,9 +169,12 @@ class LocalCluster:
         finally:
             channel.close()
 
-    def client(self, home: int = 0) -> PoolClient:
-        """A client whose home is the messenger with this number; closed with the cluster."""
-        client = PoolClient.connect(self.master.socket, messenger=self.messengers[home].socket)
+    def client(self, home: int = 0, *, far: bool = False, tenant: str = "") -> PoolClient:
+        """A client whose home is the messenger with this number; closed with the cluster. `far`: over TCP."""
+        address = self.messengers[home].socket
+        if far:
+            address = next(i.listen for i in self.infos() if i.name == self.messengers[home].name)
+        client = PoolClient.connect(self.master.socket, messenger=address, tenant=tenant, shared_memory=not far)
         self._clients.append(client)
         return client
 
