@@ -230,11 +230,13 @@ class Writer:
 
     def _remove_elsewhere(self, key: str, kept: set[str]) -> None:
         """An object that was replaced may have had copies that were not."""
-        holders = set(self._peers.holders([key])[0]) - kept
         managers = {**self._peers.all(), self._peers.home: self._home}
-        for name in holders & managers.keys():
-            with contextlib.suppress(*AWAY):
-                managers[name].call(m.Remove([key], True), m.Removals)
+        done = set(kept)
+        while left := managers.keys() & set(self._peers.holders([key])[0]) - done:  # one may have been copied meanwhile
+            for name in left:
+                with contextlib.suppress(*AWAY):
+                    managers[name].call(m.Remove([key], True), m.Removals)
+            done |= left
 
     def revoke(self, reservations: Sequence[PoolReservation]) -> None:
         for r in reservations:

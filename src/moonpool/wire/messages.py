@@ -131,6 +131,14 @@ class CloseRead(Message, frozen=True):
     leases: Ids
 
 
+class EndCopy(Message, frozen=True):
+    """Close a read by which something was copied. The answer's flag: whether what was read is still what is there under its key. With
+    `remove`, and if so, it is not there any more afterwards; what came in its place stays."""
+
+    lease: int
+    remove: bool
+
+
 class Lookup(Message, frozen=True):
     keys: Keys
     origins: Annotated[list[str], msgspec.Meta(max_length=64)]
@@ -369,6 +377,7 @@ MessengerRequest: TypeAlias = (
     | Revoke
     | OpenRead
     | CloseRead
+    | EndCopy
     | Lookup
     | Announce
     | Exist

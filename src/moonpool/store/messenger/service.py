@@ -144,6 +144,8 @@ class MessengerService(Service):
                 return m.Removals(self._remove(scoped(self._tenant(session), keys), force))
             case m.RemoveAll(force):
                 return m.Count(self._remove_all(self._tenant(session), force))
+            case m.EndCopy(lease, remove):
+                return m.Flags([self._end_copy(session, lease, remove=remove)])
             case m.Pull():
                 return m.Started(self._tasks().start(self._tenant(session), request))
             case m.GetTask(id=task):
@@ -278,6 +280,16 @@ class MessengerService(Service):
         while chunk := list(islice(keys, _CHUNK)):
             count += sum(map(bool, self._remove(chunk, force)))
         return count
+
+    def _end_copy(self, session: int, lease: int, *, remove: bool) -> bool:
+        with self._lock:
+            self._check_open()
+            keys = self._state.end_copy(session, lease, remove=remove)
+        if keys and remove:
+            if self._below:
+                self._below.drop(keys)
+            self.told.wait()
+        return keys is not None
 
     def _describe(self, key: str) -> m.Description | None:
         obj = self._state.find(key)

@@ -455,6 +455,17 @@ class MessengerState:
                 self._unread(opened)
         return held
 
+    def end_copy(self, session: int, handle: int, *, remove: bool) -> list[str] | None:
+        """Close a read. The keys that it opened, if all that is still what is there; then `remove` takes it away. Else None."""
+        opened = self._reads.discard(session, handle)
+        if opened is None:
+            return None
+        current = all(o.visible for o in opened)
+        for obj in dict.fromkeys(opened) if current and remove else ():
+            self._drop(obj, "removed")
+        self._unread(opened)
+        return [o.key for o in opened] if current else None
+
     def _unread(self, opened: list[Object]) -> None:
         for obj in self._table.end_read(opened):
             self._space.free(obj.offset, obj.size)

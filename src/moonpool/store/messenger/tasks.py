@@ -122,13 +122,13 @@ class Tasks:
         try:
             if link.name != status.source:
                 raise ConnectionLost("another messenger is at that address", key=status.source, have=link.name)
-            self._pull(job, status.key, link)
-            if status.kind == "move":
-                link.channel.call(m.Remove([status.key], force=True), m.Removals)
+            self._pull(job, status, link)
         finally:
             link.close()
 
-    def _pull(self, job: _Job, key: str, link: MessengerLink) -> None:
+    def _pull(self, job: _Job, status: TaskStatus, link: MessengerLink) -> None:
+        """Copy what is there now. If another takes its place meanwhile, the copy of the old one does not stay."""
+        key, move = status.key, status.kind == "move"
         [found] = link.channel.call(m.DescribeObjects([key]), m.Descriptions).items
         opened = link.channel.call(m.OpenRead([key]), m.Opened)
         if found is None or opened.spans[0] is None:
@@ -144,12 +144,21 @@ class Tasks:
             match reply.spans([size])[0]:
                 case m.Span(id=handle, offset=to):
                     self._copy(job, link, (offset, size), to)
-                    if not link.channel.call(m.CloseRead([opened.lease]), m.Flags).values[0]:
-                        raise LeaseExpired("the source gave the read up", key=key)
+                    link.channel.call(
+                        m.Exist([key]), m.Flags
+                    )  # it answers, so the session, and the read, were open till now
                     self._committed(session, handle)
+                    mine = self._receiver.handle(session, m.OpenRead([key]))
+                    current = link.channel.call(m.EndCopy(opened.lease, move), m.Flags).values[0]
+                    assert isinstance(mine, m.Opened)
+                    ours = mine.spans[0] == (to, size)
+                    self._receiver.handle(session, m.EndCopy(mine.lease, ours and not current))
+                    if not current:
+                        raise LeaseExpired("another object took its place meanwhile", key=key)
                 case m.Error() as e:
                     raise NoSpace(f"{e.name}: {e.fields.get('what', '')}", key=key)
                 case m.Existed():
+                    link.channel.call(m.EndCopy(opened.lease, move), m.Flags)
                     self._set(job.task, done=size)
         finally:
             self._receiver.close_session(session)
