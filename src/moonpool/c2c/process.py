@@ -36,6 +36,7 @@ def convert_until_stopped(pool: KVPool, threads: int) -> None:
     converter = Converter(pool, config, cache_dir=paths.cache_dir()).start()
     log.info("converting for %s", ", ".join(r.name for r in config.rules))
     try:
-        stop.wait()
+        while not stop.wait(0.5):
+            pass  # a signal that comes just before a wait without end would not be heard in it
     finally:
         converter.close()

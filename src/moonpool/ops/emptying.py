@@ -160,10 +160,8 @@ class _TenantMoves:
         return shares
 
     def _moved(self, target: str, keys: list[str]) -> Iterator[TaskStatus]:
-        near = self._infos[target].host == self._from.host and self._from.socket
-        address = self._from.socket if near else self._from.listen or self._from.socket
         channel = self._targets[target]
-        ids = channel.call(m.Pull(keys, self._from.name, address, True), m.Started).ids
+        ids = channel.call(m.Pull(keys, self._from, True), m.Started).ids
         for task in ids:
             yield _finished(channel, task)
 

@@ -311,8 +311,7 @@ class PoolClient(KVPool):
         info = self._peers.known().get(at)
         if info is None:
             raise NotFound("the master does not know the messenger that holds it", key=at)
-        address = addresses_of(info, host_id())[0]
-        started = manager.call(m.Pull([key], at, address, move), m.Started)[1]
+        started = manager.call(m.Pull([key], info, move), m.Started)[1]
         return f"{target}/{started.ids[0]}"
 
     def task(self, task: str) -> TaskStatus:

@@ -19,7 +19,7 @@ from moonpool.store.messenger.publisher import Publisher
 from moonpool.store.messenger.service import MessengerService
 from moonpool.store.messenger.state import Limits
 from moonpool.store.messenger.tasks import Tasks
-from moonpool.store.peers import host_id
+from moonpool.store.peers import host_id, reach
 from moonpool.transfer.registry import Registry
 from moonpool.transfer.segment import Segment
 from moonpool.transfer.server import TransferServer
@@ -104,8 +104,8 @@ class MessengerHost:
         def connect() -> Channel:
             return SocketChannel(master, _MASTER_S, security=security)
 
-        def link(address: str, tenant: str) -> MessengerLink:
-            return MessengerLink.open(address, security=security, tenant=tenant)
+        def link(other: MessengerInfo, tenant: str) -> MessengerLink:
+            return reach(other, host_id(), lambda text: MessengerLink.open(text, security=security, tenant=tenant))
 
         self.service.tasks = Tasks(self.service, link)
         self._publisher = publisher = Publisher(self.service, self.info, connect)

@@ -32,6 +32,21 @@ def addresses_of(info: MessengerInfo, here: str) -> list[str]:
     return near + ([info.listen] if info.listen else [])
 
 
+def reach(info: MessengerInfo, here: str, open_link: Callable[[str], MessengerLink]) -> MessengerLink:
+    """A link to this messenger from the machine `here`, by the nearest of its addresses. Raises ConnectionLost, DeadlineExceeded."""
+    failed: MoonpoolError = ConnectionLost("no address reaches it from this machine", key=info.name)
+    for address in addresses_of(info, here):
+        try:
+            link = open_link(address)
+        except MoonpoolError as e:
+            failed = e
+            continue
+        if link.name == info.name:
+            return link
+        link.close()  # another one's socket at the same path, in another container
+    raise failed if isinstance(failed, AWAY) else ConnectionLost(str(failed), key=info.name)
+
+
 class Peers:
     """All but the home messenger. Safe to use from several threads."""
 
@@ -90,20 +105,7 @@ class Peers:
                 self._peers[name] = Reconnecting(self._opener(info), self._clock)
 
     def _opener(self, info: MessengerInfo) -> Callable[[], MessengerLink]:
-        def open_() -> MessengerLink:
-            failed: MoonpoolError = ConnectionLost("no address reaches it from this machine", key=info.name)
-            for address in addresses_of(info, self._here):
-                try:
-                    link = self._open(address)
-                except MoonpoolError as e:
-                    failed = e
-                    continue
-                if link.name == info.name:
-                    return link
-                link.close()  # another one's socket at the same path, in another container
-            raise failed if isinstance(failed, AWAY) else ConnectionLost(str(failed), key=info.name)
-
-        return open_
+        return lambda: reach(info, self._here, self._open)
 
     def locate(self, keys: Sequence[str]) -> list[tuple[Peer, list[int]]]:
         """Which of `keys` (by index) which messenger holds; each key at most once."""

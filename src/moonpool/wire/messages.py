@@ -211,9 +211,8 @@ class Pull(Message, frozen=True):
     """Copy these from another messenger; `move` removes them there afterwards. The answer's ids are those of `GetTasks`."""
 
     keys: Keys
-    source: str
-    """Name of the messenger that has them."""
-    address: str
+    source: MessengerInfo
+    """The messenger that has them; whoever pulls chooses how to reach it."""
     move: bool
 
 

@@ -17,7 +17,7 @@ import msgspec
 from moonpool.errors import ConnectionLost, LeaseExpired, MoonpoolError, NoSpace, NotFound
 from moonpool.store.links import MessengerLink
 from moonpool.transfer.segment import Segment
-from moonpool.types import PutOptions, TaskStatus
+from moonpool.types import MessengerInfo, PutOptions, TaskStatus
 from moonpool.wire import messages as m
 
 _QUEUED = 65536
@@ -41,13 +41,13 @@ class Receiver(Protocol):
 class _Job(msgspec.Struct, frozen=True):
     task: str
     tenant: str
-    address: str
+    source: MessengerInfo
 
 
 class Tasks:
-    """Runs from construction to `close`. `connect(address, tenant)` opens a link to another messenger."""
+    """Runs from construction to `close`. `connect(messenger, tenant)` opens a link to another messenger."""
 
-    def __init__(self, receiver: Receiver, connect: Callable[[str, str], MessengerLink]) -> None:
+    def __init__(self, receiver: Receiver, connect: Callable[[MessengerInfo, str], MessengerLink]) -> None:
         self._receiver, self._connect = receiver, connect
         self._status: OrderedDict[str, TaskStatus] = OrderedDict()
         self._jobs: queue.Queue[_Job | None] = queue.Queue(_QUEUED)
@@ -67,13 +67,13 @@ class Tasks:
                     id=task,
                     kind="move" if request.move else "copy",
                     key=key,
-                    source=request.source,
+                    source=request.source.name,
                     targets=(self._receiver.name,),
                     state="pending",
                 )
                 self._forget_oldest()
             try:
-                self._jobs.put_nowait(_Job(task, tenant, request.address))
+                self._jobs.put_nowait(_Job(task, tenant, request.source))
             except queue.Full:
                 self._set(task, state="failed", error="too many tasks are waiting")
                 raise NoSpace("too many tasks are waiting", key=key, need=f"<= {_QUEUED}") from None
@@ -118,10 +118,8 @@ class Tasks:
     def _do(self, job: _Job, status: TaskStatus) -> None:
         if status.source == self._receiver.name:
             return
-        link = self._connect(job.address, job.tenant)
+        link = self._connect(job.source, job.tenant)
         try:
-            if link.name != status.source:
-                raise ConnectionLost("another messenger is at that address", key=status.source, have=link.name)
             self._pull(job, status, link)
         finally:
             link.close()
