@@ -17,7 +17,7 @@ from typing import NamedTuple, Self, TypeVar
 
 import msgspec
 
-from moonpool.errors import ConfigError, MoonpoolError, NotFound, WrongSize
+from moonpool.errors import ConfigError, FrameTooLarge, MoonpoolError, NotFound, PoolError, WrongSize
 from moonpool.keys import PageKey
 from moonpool.transfer.copying import copy, copy_all
 from moonpool.types import (
@@ -32,6 +32,7 @@ from moonpool.types import (
     Replica,
     TaskStatus,
 )
+from moonpool.wire.messages import MAX_BATCH, MAX_KEY
 
 T = TypeVar("T")
 
@@ -67,6 +68,25 @@ def as_bytes_view(buffer: BufferLike, *, writable: bool = False) -> memoryview:
     if writable and view.readonly:
         raise WrongSize("buffer is read-only", fix="Pass a writable buffer, e.g. a bytearray or a numpy array.")
     return view.cast("B") if view.nbytes else memoryview(bytearray(0))
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """Refuse what a messenger would hang up on. Raises FrameTooLarge, PoolError."""
+    if len(keys) > MAX_BATCH:
+        raise FrameTooLarge("batch too large", need=f"<= {MAX_BATCH} keys", have=str(len(keys)), fix="Split it.")
+    if "".join(keys).isascii() and all(0 < n <= MAX_KEY for n in map(len, keys)):
+        return
+    for key in keys:
+        if not 0 < len(key) <= MAX_KEY or not _is_unicode(key):
+            raise PoolError("not a key", key=repr(key[:80]), need=f"1 to {MAX_KEY} characters of valid Unicode")
+
+
+def _is_unicode(key: str) -> bool:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _torch_uint8() -> object:

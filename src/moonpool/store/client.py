@@ -15,7 +15,6 @@ from random import Random
 from moonpool.clock import Clock, SystemClock
 from moonpool.errors import (
     ConfigError,
-    FrameTooLarge,
     MoonpoolError,
     NotFound,
     PoolClosed,
@@ -23,7 +22,7 @@ from moonpool.errors import (
     WrongSize,
 )
 from moonpool.keys import PageKey
-from moonpool.store.base import PLAIN, EventStream, KVPool, Match, ReadLease, Reservation, as_bytes_view
+from moonpool.store.base import PLAIN, EventStream, KVPool, Match, ReadLease, Reservation, as_bytes_view, check_keys
 from moonpool.store.events import MergedEvents
 from moonpool.store.handles import AWAY, Peer, PoolLease, PoolReservation, close_lease
 from moonpool.store.links import MasterLink, MessengerLink, Reconnecting
@@ -410,23 +409,9 @@ class PoolClient(KVPool):
             raise PoolClosed("the pool is closed")
 
     def _check(self, keys: Sequence[str]) -> None:
-        """Refuse what a messenger would hang up on. Raises PoolError, FrameTooLarge."""
+        """Raises PoolClosed, PoolError, FrameTooLarge."""
         self._check_open()
-        if len(keys) > m.MAX_BATCH:
-            raise FrameTooLarge("batch too large", need=f"<= {m.MAX_BATCH} keys", have=str(len(keys)), fix="Split it.")
-        if "".join(keys).isascii() and all(0 < n <= m.MAX_KEY for n in map(len, keys)):
-            return
-        for key in keys:
-            if not 0 < len(key) <= m.MAX_KEY or not (key.isascii() or _is_unicode(key)):
-                raise PoolError("not a key", key=repr(key[:80]), need=f"1 to {m.MAX_KEY} characters of valid Unicode")
-
-
-def _is_unicode(key: str) -> bool:
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        check_keys(keys)
 
 
 def _check_options(options: PutOptions, items: int) -> None:

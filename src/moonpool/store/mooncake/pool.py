@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from moonpool.config import load
-from moonpool.errors import FrameTooLarge, MoonpoolError, PoolError, WrongSize
+from moonpool.errors import MoonpoolError, WrongSize
 from moonpool.keys import PageKey
-from moonpool.store.base import PLAIN, EventStream, KVPool, Match, ReadLease, Reservation
+from moonpool.store.base import PLAIN, EventStream, KVPool, Match, ReadLease, Reservation, check_keys
 from moonpool.store.mooncake.admin import Admin
 from moonpool.store.mooncake.cluster import Cluster
 from moonpool.store.mooncake.config import MooncakeConfig, size_of
@@ -33,7 +33,7 @@ from moonpool.types import (
     Stored,
     TaskStatus,
 )
-from moonpool.wire.messages import MAX_BATCH, MAX_KEY, MAX_SIZE
+from moonpool.wire.messages import MAX_SIZE
 
 
 class MooncakePool(KVPool):
@@ -254,16 +254,4 @@ class MooncakePool(KVPool):
     def _check(self, keys: Sequence[str]) -> None:
         """Raises PoolClosed, PoolError, FrameTooLarge."""
         self._check_open()
-        if len(keys) > MAX_BATCH:
-            raise FrameTooLarge("batch too large", need=f"<= {MAX_BATCH} keys", have=str(len(keys)), fix="Split it.")
-        for key in keys:
-            if not 0 < len(key) <= MAX_KEY or not _is_unicode(key):
-                raise PoolError("not a key", key=repr(key[:80]), need=f"1 to {MAX_KEY} characters of valid Unicode")
-
-
-def _is_unicode(key: str) -> bool:
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        check_keys(keys)
