@@ -109,9 +109,9 @@ class Peers:
 
     def locate(self, keys: Sequence[str]) -> list[tuple[Peer, list[int]]]:
         """Which of `keys` (by index) which messenger holds; each key at most once."""
-        peers = self.all() if keys else {}
-        if not peers and not self._master:
+        if not keys or self._master is None:
             return []
+        peers = self.all()
         found: dict[str, list[int]] = {}
         holders = self.holders(keys)
         if any(name != self.home and name not in peers for names in holders for name in names):
