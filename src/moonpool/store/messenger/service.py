@@ -31,6 +31,8 @@ from moonpool.wire.rpc import Service, error_message
 log = logging.getLogger(__name__)
 
 _PLAIN = PutOptions()
+_BY_STEPS = frozenset({m.Remove, m.RemoveAll, m.EndCopy, m.Pull, m.GetTask})
+_NEWS = frozenset({m.Commit, m.Announce})
 _CHUNK = 1024
 """Objects removed at one time by `RemoveAll`: others get their turn in between."""
 
@@ -135,11 +137,29 @@ class MessengerService(Service):
     # -- requests
 
     def handle(self, session: int, request: Any) -> m.Message:
-        if isinstance(request, m.ADMIN):
-            self._sessions[session].peer.require_admin(type(request).__name__)
+        kind = type(request)
+        if kind in m.ADMIN:
+            self._sessions[session].peer.require_admin(kind.__name__)
+        if kind in _BY_STEPS:
+            return self._answer_by_steps(session, request)
+        if self._below:
+            if kind is m.OpenRead:
+                return self._open_through(session, request.keys, self._below)
+            if kind is m.Commit:
+                self._drop_replaced(session, request.ids, self._below)
+        with self._lock:
+            self._check_open()
+            self._release()
+            reply = self._answer(session, self._sessions[session].tenant, request)
+            if kind in _NEWS and self._state.watches():
+                self._events.notify_all()
+        if kind is m.Commit:
+            self.told.wait()
+        return reply
+
+    def _answer_by_steps(self, session: int, request: Any) -> m.Message:
+        """What does not happen under the lock as a whole."""
         match request:
-            case m.OpenRead(keys) if self._below:
-                return self._open_through(session, keys, self._below)
             case m.Remove(keys, force):
                 return m.Removals(self._remove(scoped(self._tenant(session), keys), force))
             case m.RemoveAll(force):
@@ -150,17 +170,8 @@ class MessengerService(Service):
                 return m.Started(self._tasks().start(self._tenant(session), request))
             case m.GetTask(id=task):
                 return m.Task(self._tasks().status(task))
-        if isinstance(request, m.Commit) and self._below:
-            self._drop_replaced(session, request.ids, self._below)
-        with self._lock:
-            self._check_open()
-            self._release()
-            reply = self._answer(session, self._sessions[session].tenant, request)
-            if isinstance(request, m.Commit | m.Announce) and self._state.watches():
-                self._events.notify_all()
-        if isinstance(request, m.Commit):
-            self.told.wait()
-        return reply
+            case _:
+                raise ProtocolError("not a messenger's request", have=type(request).__name__)
 
     def _check_open(self) -> None:
         if self._closing:
@@ -177,6 +188,10 @@ class MessengerService(Service):
     def _answer(self, session: int, tenant: str, request: Any) -> m.Message:
         state = self._state
         match request:
+            case m.OpenRead(keys):
+                return m.Opened(*state.open_read(session, scoped(tenant, keys)))
+            case m.CloseRead(leases):
+                return m.Flags(state.close_read(session, leases))
             case m.Reserve(items, options):
                 return self._reserve(session, tenant, items, options or _PLAIN)
             case m.Commit(ids):
@@ -184,10 +199,6 @@ class MessengerService(Service):
             case m.Revoke(ids):
                 state.revoke(session, ids)
                 return m.Done()
-            case m.OpenRead(keys):
-                return m.Opened(*state.open_read(session, scoped(tenant, keys)))
-            case m.CloseRead(leases):
-                return m.Flags(state.close_read(session, leases))
             case m.Lookup(keys, origins):
                 return m.Matches([k and bare(k) for k in state.lookup(scoped(tenant, keys), origins)])
             case m.Exist(keys):
