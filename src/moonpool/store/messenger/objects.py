@@ -166,12 +166,15 @@ class ObjectTable:
     # -- use
 
     def touch(self, keys: Sequence[str]) -> None:
+        groups: set[str] = set()
         for key in reversed(keys):
             obj = self._objects.get(key)
             if obj is None:
                 continue
-            for member in self._groups.get(obj.group, ()) if obj.group else ():
-                self._touch(self._objects[member])
+            if obj.group and obj.group not in groups:  # once for all keys: a batch is often one group
+                groups.add(obj.group)
+                for member in self._groups[obj.group]:
+                    self._touch(self._objects[member])
             self._touch(obj)
 
     def _touch(self, obj: Object) -> None:
@@ -189,15 +192,17 @@ class ObjectTable:
     def end_read(self, opened: Sequence[Object]) -> list[Object]:
         """Count one reader less; those without any are the most recently used now. Returns removed objects that nobody reads any
         more: their space is free."""
-        gone = []
+        gone, grouped = [], []
         for obj in reversed(opened):
             obj.readers -= 1
             if not obj.readers and obj.visible:
                 self._idle_add(obj)
                 if obj.group:
-                    self.touch([obj.key])
+                    grouped.append(obj.key)
             elif not obj.readers:
                 gone.append(obj)
+        if grouped:
+            self.touch(grouped[::-1])
         return gone
 
     # -- siblings, groups, victims

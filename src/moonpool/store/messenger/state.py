@@ -168,10 +168,14 @@ class MessengerState:
         """`reserve` for each; a batch of new keys lies in one piece if there is one."""
         if options == _PLAIN and not groups and (row := self._reserve_row(session, items)):
             return row
-        return [
-            self.reserve(session, key, size, options, group)
-            for (key, size), group in zip(items, groups or repeat(""))  # noqa: B905 - endless
-        ]
+        results: list[Reserved | Put | MoonpoolError] = []
+        try:
+            for (key, size), group in zip(items, groups or repeat("")):  # noqa: B905 - endless
+                results.append(self.reserve(session, key, size, options, group))
+        except BaseException:  # nobody would be told of those before
+            self.revoke(session, [r.id for r in results if isinstance(r, Reserved)])
+            raise
+        return results
 
     def _reserve_row(self, session: int, items: Sequence[tuple[str, int]]) -> Row | None:
         """The usual batch: plain objects that are all new, and fit. None if this one is not."""
