@@ -9,7 +9,8 @@ import pytest
 from moonpool.errors import KeyBusy, LeaseExpired, NoSpace
 from moonpool.keys import PageKey
 from moonpool.store.messenger.leases import Ledger
-from moonpool.store.messenger.state import _MAX_SUBSCRIPTIONS, Limits, MessengerState, Reserved
+from moonpool.store.messenger.state import Limits, MessengerState, Reserved
+from moonpool.store.messenger.subscriptions import MAX_SUBSCRIPTIONS
 from moonpool.testing.fake_clock import FakeClock
 from moonpool.types import Put, Stored
 
@@ -153,19 +154,19 @@ def test_what_a_master_must_be_told() -> None:
 
 def test_subscriptions_go_with_their_session(state: MessengerState) -> None:
     key = PageKey("a" * 32, 0, "b" * 32)
-    mine = state.subscribe(A, ["a" * 32, "c" * 32], 10)
-    other = state.subscribe(B, ["a" * 32], 10)
+    mine = state.events.subscribe(A, ["a" * 32, "c" * 32], 10)
+    other = state.events.subscribe(B, ["a" * 32], 10)
     put(state, key.text)
-    assert state.next_events(mine, 10) == ([Stored(key.text, 64)], 0)
+    assert state.events.take(mine, 10) == ([Stored(key.text, 64)], 0)
     state.end_session(A)
-    assert state.has_events(mine), "who waits must wake and be told"
+    assert state.events.waiting(mine), "who waits must wake and be told"
     with pytest.raises(LeaseExpired):
-        state.next_events(mine, 10)
-    assert state.next_events(other, 10) == ([Stored(key.text, 64)], 0)
-    for _ in range(_MAX_SUBSCRIPTIONS - 1):
-        state.subscribe(B, ["a" * 32], 10)
+        state.events.take(mine, 10)
+    assert state.events.take(other, 10) == ([Stored(key.text, 64)], 0)
+    for _ in range(MAX_SUBSCRIPTIONS - 1):
+        state.events.subscribe(B, ["a" * 32], 10)
     with pytest.raises(NoSpace):
-        state.subscribe(B, ["a" * 32], 10)
+        state.events.subscribe(B, ["a" * 32], 10)
 
 
 def test_evicting_takes_the_same_time_however_many_objects_there_are() -> None:

@@ -151,7 +151,7 @@ class MessengerService(Service):
             self._check_open()
             self._release()
             reply = self._answer(session, self._sessions[session].tenant, request)
-            if kind in _NEWS and self._state.watches():
+            if kind in _NEWS and self._state.events:
                 self._events.notify_all()
         if kind is m.Commit:
             self.told.wait()
@@ -215,10 +215,10 @@ class MessengerService(Service):
             case m.ListKeys(limit, restart):
                 return m.KeyPage(self._page(self._sessions[session], limit, restart))
             case m.Announce(keys, hinted):
-                self._state.announce(scoped(tenant, keys), hinted=hinted)
+                self._state.events.announce(scoped(tenant, keys), hinted=hinted)
                 return m.Done()
             case m.Subscribe(owners, capacity):
-                return m.Subscribed(self._state.subscribe(session, owners, capacity, tenant))
+                return m.Subscribed(self._state.events.subscribe(session, owners, capacity, tenant))
             case m.NextEvents():
                 return self._next_events(request)
             case m.GetStats():
@@ -321,13 +321,13 @@ class MessengerService(Service):
 
     def _next_events(self, request: m.NextEvents) -> m.Events:
         """Waits on the condition, which gives the lock up meanwhile."""
-        events, dropped = self._state.next_events(request.subscription, request.limit)
+        events, dropped = self._state.events.take(request.subscription, request.limit)
         if not events and request.timeout > 0:
             self._events.wait_for(
-                lambda: self._closing or self._state.has_events(request.subscription), timeout=request.timeout
+                lambda: self._closing or self._state.events.waiting(request.subscription), timeout=request.timeout
             )
             self._check_open()
-            events, dropped = self._state.next_events(request.subscription, request.limit)
+            events, dropped = self._state.events.take(request.subscription, request.limit)
         return m.Events(events, dropped)
 
     # -- for the publisher, the owner and tests

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, repeat
+from itertools import repeat
 from typing import Protocol
 
 from moonpool.clock import Clock
@@ -27,11 +27,11 @@ from moonpool.keys import owner_of
 from moonpool.store.messenger.allocator import Allocator, rounded
 from moonpool.store.messenger.leases import Ledger
 from moonpool.store.messenger.objects import CONVERTED, Object, ObjectTable
+from moonpool.store.messenger.subscriptions import Subscriptions
 from moonpool.store.messenger.tenants import bare, tenant_of
-from moonpool.types import Hinted, Missed, Pin, PoolEvent, PoolStats, Put, PutOptions, PutOutcome, Removed, Stored
+from moonpool.types import Pin, PoolStats, Put, PutOptions, PutOutcome, Removed, Stored
 
 _MAX_HANDLES = 1 << 17
-_MAX_SUBSCRIPTIONS = 64
 _EVICTIONS_PER_PUT = 32
 """Most evictions ahead of need in one step: a put may be a little slower for them, but nobody waits for thousands."""
 _PLAIN = PutOptions()
@@ -83,12 +83,6 @@ class Writing:
 
 
 @dataclass(slots=True)
-class Subscription:
-    events: deque[PoolEvent]
-    dropped: int = 0
-
-
-@dataclass(slots=True)
 class Reserved:
     id: int
     offset: int
@@ -136,11 +130,7 @@ class MessengerState:
         self._writing: dict[str, Writing] = {}
         self._writes: Ledger[Writing] = Ledger(_MAX_HANDLES)
         self._reads: Ledger[list[Object]] = Ledger(_MAX_HANDLES)
-        self._subscriptions: dict[int, Subscription] = {}
-        self._owners: dict[tuple[str, str], list[Subscription]] = {}
-        """By tenant and owner."""
-        self._subscribed: dict[int, list[int]] = {}
-        self._ids = count(1)
+        self.events = Subscriptions()
         self._changes = Changes()
         self._counts: Counter[str] = Counter()
 
@@ -414,7 +404,7 @@ class MessengerState:
     def _native_came(self, obj: Object) -> None:
         for approximate in self._table.converted_of(obj.key):
             self._drop(approximate, "replaced")
-        self._emit(obj.tenant, obj.owner, Stored(bare(obj.key), obj.size))
+        self.events.emit(obj.tenant, obj.owner, Stored(bare(obj.key), obj.size))
 
     def revoke(self, session: int, handles: Sequence[int]) -> None:
         """Handles that the session does not hold (any more) are passed over: revoking twice is harmless."""
@@ -596,52 +586,6 @@ class MessengerState:
         """Share of the segment that is taken."""
         return self._space.used / self._space.capacity if self._space.capacity else 1.0
 
-    # -- events
-
-    def subscribe(self, session: int, owners: Sequence[str], capacity: int, tenant: str = "") -> int:
-        if len(self._subscriptions) >= _MAX_SUBSCRIPTIONS:
-            raise NoSpace("too many subscriptions", need=f"<= {_MAX_SUBSCRIPTIONS}", have=str(len(self._subscriptions)))
-        handle = next(self._ids)
-        subscription = Subscription(deque(maxlen=capacity))
-        self._subscriptions[handle] = subscription
-        self._subscribed.setdefault(session, []).append(handle)
-        for owner in owners:
-            self._owners.setdefault((tenant, owner), []).append(subscription)
-        return handle
-
-    def _emit(self, tenant: str, owner: str, event: PoolEvent) -> None:
-        if not self._owners:
-            return
-        for subscription in self._owners.get((tenant, owner), ()):
-            if len(subscription.events) == subscription.events.maxlen:
-                subscription.dropped += 1
-                self._counts["events_dropped"] += 1
-            subscription.events.append(event)
-
-    def announce(self, keys: Sequence[str], *, hinted: bool) -> None:
-        if not self._owners:
-            return
-        for key in keys:
-            name = bare(key)
-            if (owner := owner_of(name)) and CONVERTED not in name:
-                self._emit(tenant_of(key), owner, Hinted(name) if hinted else Missed(name))
-
-    def watches(self) -> bool:
-        return bool(self._subscriptions)
-
-    def has_events(self, subscription: int) -> bool:
-        """Whether `next_events` would give something, if only an error."""
-        held = self._subscriptions.get(subscription)
-        return held is None or bool(held.events)
-
-    def next_events(self, subscription: int, limit: int) -> tuple[list[PoolEvent], int]:
-        """Up to `limit` events that are there now, and how many were ever dropped."""
-        held = self._subscriptions.get(subscription)
-        if held is None:
-            raise LeaseExpired("no such subscription", key=str(subscription))
-        events = [held.events.popleft() for _ in range(min(limit, len(held.events)))]
-        return events, held.dropped
-
     # -- sessions, figures
 
     def is_writing(self, session: int) -> bool:
@@ -659,12 +603,7 @@ class MessengerState:
         self._quarantine += unfinished
         for opened in self._reads.end(session):
             self._unread(opened)
-        for handle in self._subscribed.pop(session, ()):
-            gone = self._subscriptions.pop(handle)
-            for owner in [o for o, subs in self._owners.items() if gone in subs]:
-                self._owners[owner] = [s for s in self._owners[owner] if s is not gone]
-                if not self._owners[owner]:
-                    del self._owners[owner]
+        self.events.end_session(session)
         return unfinished
 
     def release(self, unfinished: Sequence[Object]) -> None:
@@ -688,7 +627,7 @@ class MessengerState:
         return self._table.keys()
 
     def stats(self) -> PoolStats:
-        names = ("puts", "hits", "misses", "evictions", "revoked", "events_dropped", "lost_unspilled")
+        names = ("puts", "hits", "misses", "evictions", "revoked", "lost_unspilled")
         named = {n: self._counts[n] for n in names}
         return PoolStats(
             capacity=self._space.capacity,
@@ -698,6 +637,7 @@ class MessengerState:
             converted_objects=self._table.converted,
             reads_open=len(self._reads),
             writes_open=len(self._writes),
+            events_dropped=self.events.dropped,
             **named,
         )
 
