@@ -288,6 +288,8 @@ class Registered(Message, frozen=True):
     """The master's; a change means that it remembers nothing."""
     quotas: dict[str, int] = {}
     """What this messenger may hold of each tenant that has a quota."""
+    members: int = 0
+    """Messengers in the pool."""
 
 
 class Heartbeat(Message, frozen=True):

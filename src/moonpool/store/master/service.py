@@ -80,14 +80,14 @@ class MasterService(Service):
             case m.Register(info, generation):
                 state.register(info, generation)
                 self._beating[info.name] = (session, generation)
-                return m.Registered(self.generation, state.quotas_for(info.name))
+                return m.Registered(self.generation, state.quotas_for(info.name), state.members)
             case m.Heartbeat(info, generation, tenants):
                 state.report(info, tenants)
                 self._beating[info.name] = (session, generation)
-                return m.Registered(self.generation, state.quotas_for(info.name))
+                return m.Registered(self.generation, state.quotas_for(info.name), state.members)
             case m.Publish(name, added, removed):
                 state.publish(name, added, removed)
-                return m.Registered(self.generation)
+                return m.Registered(self.generation, members=state.members)
             case m.ListMessengers():
                 return m.Messengers(state.messengers())
             case m.Locate(keys):

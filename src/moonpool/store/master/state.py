@@ -177,6 +177,10 @@ class MasterState:
         return total
 
     @property
+    def members(self) -> int:
+        return len(self._members)
+
+    @property
     def keys(self) -> int:
         return len(self._holders)
 

@@ -3,7 +3,7 @@
 What changes is told before it is acknowledged, so that whoever learns of a put finds it anywhere; but the master may be away,
 slow or frozen, and no put waits for it longer than `WAIT_S`, once: after that it is told later, in the background, until it keeps
 up again. It may also forget everything. Each reply carries its generation; when that changes, or when the master does not know us,
-everything is told anew.
+everything is told anew. The only messenger of a pool tells it later, too: every client asks that one itself.
 
 Heartbeats have a thread and a connection of their own: nothing that the index is busy with delays them.
 """
@@ -55,6 +55,8 @@ class Publisher(Told):
         """Taken from the service and not yet known to the master; told again after a time-out."""
         self._generation = ""
         self._keeps_up = False
+        self._alone = False
+        """There is no other messenger, by the master's last answer."""
         self._heard = threading.Event()
         """Set when the master has heard of us for the first time."""
         self._telling = threading.Lock()
@@ -89,6 +91,8 @@ class Publisher(Told):
     # -- before an acknowledgement
 
     def wait(self) -> None:
+        if self._alone:  # then every client asks us, and nobody the master
+            return
         if not self._keeps_up or not self._telling.acquire(timeout=WAIT_S):
             return
         try:
@@ -160,7 +164,9 @@ class Publisher(Told):
     def _call(self, request: m.Message, timeout: float) -> m.Registered:
         if self._channel is None:
             self._channel = self._connect()
-        return self._channel.call(request, m.Registered, timeout=timeout)
+        reply = self._channel.call(request, m.Registered, timeout=timeout)
+        self._alone = reply.members == 1
+        return reply
 
     def _drop_channel(self) -> None:
         if self._channel:
@@ -177,6 +183,7 @@ class Publisher(Told):
                 beat = m.Heartbeat(self._info(), self._service.generation, self._service.used_by_tenant())
                 reply = self._beating.call(beat, m.Registered)
                 self._service.set_quotas(reply.quotas)
+                self._alone = reply.members == 1
                 if reply.generation != self._generation:
                     self._generation = ""
             except NotFound:
