@@ -25,6 +25,8 @@ from moonpool.testing.leaks import eventually
 CAPACITY, DISK = 8 << 20, 24 << 20
 TTL_S = 3.0
 EXPIRY_S = 2.0
+LONG_S = 7.0
+"""Longer than a client waits for a messenger."""
 _END_S = 20.0
 _FINDINGS = {"WRONG": "wrong bytes", "BROKEN": "broken calls", "LEFT": "left behind by clients"}
 
@@ -170,7 +172,7 @@ class Storm:
             thaw()
             self.frozen.discard(id(target))
 
-        self.thaws.append((time.monotonic() + self.random.choice((0.05, 0.3, 1.0, EXPIRY_S + 1)), go_on))
+        self.thaws.append((time.monotonic() + self.random.choice((0.05, 0.3, 1.0, EXPIRY_S + 1, LONG_S)), go_on))
 
     def calm(self) -> list[str]:
         """Everybody goes on, then the clients end. Those that do not."""

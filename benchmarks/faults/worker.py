@@ -187,7 +187,7 @@ class Worker:
             for when in ("at once", "later"):
                 for key, view in zip(keys, lease.views, strict=True):
                     self.check(key, view, f"open_read, {when}")
-                time.sleep(self.random.random() * 0.2)
+                time.sleep(self.random.choice((0.0, 0.05, 0.1, 0.2, 3.0)))
 
     def remove(self) -> None:
         self.pool.batch_remove(self.some(3), force=self.random.random() < 0.3)
