@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TypeVar
@@ -29,6 +30,8 @@ T = TypeVar("T")
 
 WAIT_S = 0.1
 _PERIOD_S = 0.05
+_ALONE_S = 0.25
+"""How long a messenger believes that it is the only one. Puts keep it informed; after a pause the next put asks."""
 _HEARTBEAT_S = 1.0
 _CALL_S = 5.0
 _BATCH = 4096
@@ -55,8 +58,8 @@ class Publisher(Told):
         """Taken from the service and not yet known to the master; told again after a time-out."""
         self._generation = ""
         self._keeps_up = False
-        self._alone = False
-        """There is no other messenger, by the master's last answer."""
+        self._alone_until = 0.0
+        """Until then there is no other messenger that anybody uses, by the master's last answer."""
         self._heard = threading.Event()
         """Set when the master has heard of us for the first time."""
         self._telling = threading.Lock()
@@ -75,8 +78,10 @@ class Publisher(Told):
         return bool(self._generation) and self._beating is not None
 
     def wait_joined(self, timeout: float) -> bool:
-        """Whether the master has heard of us, at the latest after `timeout` seconds."""
-        return self._heard.wait(timeout)
+        """Whether the master has heard of us, and no messenger takes itself for the only one any more, at the latest after `timeout`
+        seconds."""
+        deadline = time.monotonic() + timeout
+        return self._heard.wait(timeout) and not self._stop.wait(min(_ALONE_S, max(0.0, deadline - time.monotonic())))
 
     def close(self) -> None:
         self._stop.set()
@@ -91,7 +96,7 @@ class Publisher(Told):
     # -- before an acknowledgement
 
     def wait(self) -> None:
-        if self._alone:  # then every client asks us, and nobody the master
+        if time.monotonic() < self._alone_until:  # then every client asks us, and nobody the master
             return
         if not self._keeps_up or not self._telling.acquire(timeout=WAIT_S):
             return
@@ -165,8 +170,11 @@ class Publisher(Told):
         if self._channel is None:
             self._channel = self._connect()
         reply = self._channel.call(request, m.Registered, timeout=timeout)
-        self._alone = reply.members == 1
+        self._learn(reply)
         return reply
+
+    def _learn(self, reply: m.Registered) -> None:
+        self._alone_until = time.monotonic() + _ALONE_S if reply.members == 1 else 0.0
 
     def _drop_channel(self) -> None:
         if self._channel:
@@ -183,7 +191,7 @@ class Publisher(Told):
                 beat = m.Heartbeat(self._info(), self._service.generation, self._service.used_by_tenant())
                 reply = self._beating.call(beat, m.Registered)
                 self._service.set_quotas(reply.quotas)
-                self._alone = reply.members == 1
+                self._learn(reply)
                 if reply.generation != self._generation:
                     self._generation = ""
             except NotFound:
