@@ -66,6 +66,8 @@ class Whole(RuleBasedStateMachine):
         """In quarantine, and where their dead writers may still write what."""
         self.backing: list[tuple[Object, bytes]] = []
         self.loading: tuple[int, Write, bytes] | None = None
+        self.cancelled = False
+        """What was being loaded was removed meanwhile."""
         self.quotas: dict[str, int] = {}
         self.fills = 0
 
@@ -111,7 +113,7 @@ class Whole(RuleBasedStateMachine):
             assert got is Put.EXISTED
         elif self.state.draining:
             assert isinstance(got, Draining)
-        elif busy or (self.loading and self.loading[1].key == key):
+        elif busy or (self.loading and self.loading[1].key == key and not self.cancelled):
             assert isinstance(got, KeyBusy)
         elif size > CAPACITY:
             assert isinstance(got, ObjectTooLarge)
@@ -234,6 +236,8 @@ class Whole(RuleBasedStateMachine):
     def remove(self, wanted: list[str], force: bool) -> None:
         for key, got in zip(wanted, self.state.remove(wanted, force=force), strict=True):
             assert (got is Removed.PINNED) == (key in self.hard and not force)
+            if self.loading and self.loading[1].key == key:
+                self.cancelled = True
             if got is not Removed.PINNED:
                 self.disk.pop(key, None)
                 self.visible.pop(key, None)
@@ -296,7 +300,7 @@ class Whole(RuleBasedStateMachine):
             value = self.disk[key]
             assert got.size == len(value)
             w = Write(session, key, got.size, got.offset, 0, float("inf"), PutOptions())
-            self.loading = (got.id, w, value)
+            self.loading, self.cancelled = (got.id, w, value), False
         self.sync()
 
     @precondition(lambda self: self.loading)
@@ -305,11 +309,17 @@ class Whole(RuleBasedStateMachine):
         assert self.loading
         handle, w, value = self.loading
         self.loading = None
-        if not works or self.disk.get(w.key) != value:
+        if not works:
             self.state.revoke(w.session, [handle])
+            if self.cancelled:
+                return
             self.disk.pop(w.key, None)
             self.state.gone_below([w.key])
-        else:
+        elif self.cancelled:
+            assert self.state.end_load(w.session, handle, 0) == (0, None), "what was removed came back"
+        else:  # it was read; that the tier below has dropped it since does not matter
+            self.visible[w.key] = value
+
             self.memory[w.offset : w.offset + w.size] = value
             lease, span = self.state.end_load(w.session, handle, 0)
             assert span == (w.offset, w.size)

@@ -93,7 +93,11 @@ class MessengerLink:
 
         def data() -> socket.socket:
             sock = connect(address, security, timeout, purpose="data")
-            sock.sendall(welcome.token)
+            try:
+                sock.sendall(welcome.token)
+            except OSError as e:
+                sock.close()
+                raise ConnectionLost(f"gone already: {e}", key=str(address)) from e
             return sock
 
         memory = RemoteMemory(data, welcome.region, welcome.region_generation)

@@ -84,3 +84,23 @@ def test_a_session_that_writes_does_not_change_its_tenant() -> None:
     service.close_session(session)
     service.close()
     segment.close()
+
+
+@pytest.mark.parametrize("gone", ["removed", "dropped by the tier"])
+def test_what_goes_while_it_comes_up_from_below(gone: str) -> None:
+    """Removed: it does not come back. Dropped below only: it is there, and the index hears of it again."""
+    below = Below(k=100)
+    state = MessengerState(4096, FakeClock(), Limits(), below)
+    got = state.begin_load(A, "k")
+    assert isinstance(got, Reserved)
+    del below["k"]
+    if gone == "removed":
+        state.remove(["k"])
+    state.gone_below(["k"])
+    assert state.take_changes().there == {"k": False}
+    lease, span = state.end_load(A, got.id, 0)
+    assert (span is None) == (gone == "removed")
+    assert state.has("k") == (span is not None)
+    assert state.take_changes().there == ({} if gone == "removed" else {"k": True})
+    state.close_read(A, [lease])
+    state.check_integrity()

@@ -81,6 +81,11 @@ class Writing:
     committing: bool = False
     """It will replace in a moment."""
 
+    @property
+    def loads(self) -> bool:
+        """It brings up what lies below."""
+        return self.expires == float("inf")
+
 
 @dataclass(slots=True)
 class Reserved:
@@ -487,6 +492,7 @@ class MessengerState:
         for key in keys:
             obj = self._table.get(key)
             if obj is None:
+                self._cancel_load(key)
                 found.append(Removed.MISSING)
             elif obj.pin is Pin.HARD and not force:
                 found.append(Removed.PINNED)
@@ -536,13 +542,25 @@ class MessengerState:
         except MoonpoolError as e:
             return e
 
-    def end_load(self, session: int, handle: int, lease: int) -> tuple[int, tuple[int, int]]:
-        """It is there now, and open in `lease`, or in a new one if that is 0. Returns the lease and the span."""
+    def _cancel_load(self, key: str) -> None:
+        """What is removed while it comes up must not be there afterwards."""
+        writing = self._writing.get(key)
+        if writing and writing.loads:
+            writing.lost = True
+            del self._writing[key]
+
+    def end_load(self, session: int, handle: int, lease: int) -> tuple[int, tuple[int, int] | None]:
+        """It is there now, and open in `lease`, or in a new one if that is 0. Returns the lease and the span; None if it was removed
+        meanwhile."""
         writing = self._writes.take(session, handle)
         obj = writing.obj
         self._being_written[obj.tenant] -= obj.size
+        if writing.lost:
+            self._space.free(obj.offset, obj.size)
+            return lease, None
         del self._writing[obj.key]
         self._table.add(obj)
+        self._note(obj.key, there=True)  # the tier below may have dropped it meanwhile, and that was told
         return self._open_more(session, lease, obj), (obj.offset, obj.size)
 
     def open_one(self, session: int, key: str, lease: int) -> tuple[int, tuple[int, int] | None]:
