@@ -31,9 +31,11 @@ class Part(NamedTuple):
 class PoolReservation(Reservation):
     """`view` is the first part's memory, or memory of its own where that cannot be written to in place."""
 
-    __slots__ = ("_in_place", "_value", "_view", "key", "parts", "replace", "strict")
+    __slots__ = ("_held", "_in_place", "_value", "_view", "key", "parts", "replace", "strict")
 
     def __init__(self, key: str, parts: list[Part], *, replace: bool = False, strict: bool = True) -> None:
+        """The parts' links are held for it."""
+        self._held = True
         self.key, self.parts, self.replace, self.strict = key, parts, replace, strict
         self._view = parts[0].link.memory.writable(parts[0].span)
         self._in_place = self._view is not None
@@ -68,6 +70,12 @@ class PoolReservation(Reservation):
                 self._view.release()
             except BufferError:
                 pass  # an array over it is still around; its owner was told not to write
+
+    def let_go(self) -> None:
+        """It was committed or revoked: the links need no longer be held. Idempotent."""
+        held, self._held = self._held, False
+        for part in self.parts if held else ():
+            part.link.let_go()
 
 
 class PoolLease(ReadLease):

@@ -25,27 +25,27 @@ _FROZEN_S = 1.0
 
 
 class _Holds:
-    """How many leases a link carries. While there are some it must not end, for with the session the messenger gives up what they
-    protect."""
+    """How many leases and reservations a link carries. While there are some it must not end, for with the session the messenger gives
+    up what they protect, and somebody here reads it or writes to it."""
 
     __slots__ = ("_closing", "_count", "_lock")
 
     def __init__(self) -> None:
         self._lock, self._count, self._closing = threading.Lock(), 0, False
 
-    def take(self) -> bool:
+    def take(self, count: int) -> bool:
         with self._lock:
-            self._count += not self._closing
+            self._count += 0 if self._closing else count
             return not self._closing
 
-    def give(self) -> bool:
-        """Whether it was the last one of a link that is to end."""
+    def give(self, count: int) -> bool:
+        """Whether those were the last ones of a link that is to end."""
         with self._lock:
-            self._count -= 1
+            self._count -= count
             return self._closing and not self._count
 
     def end(self) -> bool:
-        """No more leases; whether there are none."""
+        """No more of them; whether there are none."""
         with self._lock:
             self._closing = True
             return not self._count
@@ -53,7 +53,8 @@ class _Holds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MessengerLink:
-    """One session with one messenger, and its memory. It outlives what goes wrong with its channel while leases are held over it."""
+    """One session with one messenger, and its memory. It outlives what goes wrong with its channel while leases or
+    reservations are held over it."""
 
     channel: Channel
     memory: Memory
@@ -103,17 +104,17 @@ class MessengerLink:
         memory = RemoteMemory(data, welcome.region, welcome.region_generation)
         return MessengerLink(channel, memory, welcome.generation, welcome.name)
 
-    def hold(self) -> bool:
-        """A lease was opened over it. False if it is ending, and the lease with it."""
-        return self._holds.take()
+    def hold(self, count: int = 1) -> bool:
+        """Leases or reservations were made over it. False if it is ending, and they with it."""
+        return self._holds.take(count)
 
-    def let_go(self) -> None:
-        """The lease is closed."""
-        if self._holds.give():
+    def let_go(self, count: int = 1) -> None:
+        """They are closed, committed or revoked."""
+        if count and self._holds.give(count):
             self._end()
 
     def close(self, *, at_once: bool = True) -> None:
-        """End it; not `at_once`: as soon as no lease is held over it."""
+        """End it; not `at_once`: as soon as nothing is held over it."""
         if self._holds.end() or at_once:
             self._end()
 

@@ -85,13 +85,16 @@ class Writer:
     def _reservations(
         self, items: Sequence[tuple[str, int]], link: MessengerLink, reply: m.Reserved
     ) -> list[Reservation | Put | MoonpoolError]:
+        spans = reply.spans([size for _, size in items])
+        if not link.hold(sum(isinstance(got, m.Span) for got in spans)):
+            return [_gave_up(key) for key, _ in items]
         return [
             PoolReservation(key, [Part(self._home, link, got.id, (got.offset, got.size))])
             if isinstance(got, m.Span)
             else Put.EXISTED
             if isinstance(got, m.Existed)
             else _error(got)
-            for (key, _), got in zip(items, reply.spans([size for _, size in items]), strict=True)
+            for (key, _), got in zip(items, spans, strict=True)
         ]
 
     def put_row(self, keys: Sequence[str], values: Sequence[memoryview]) -> list[PutOutcome] | NotARow:
@@ -106,14 +109,19 @@ class Writer:
             return [e for _ in keys]
         if reply.row is None or not isinstance(link.memory, MappedMemory):
             return NotARow(self._reservations(items, link, reply))
+        if not link.hold():
+            return [_gave_up(key) for key in keys]
         ids = list(range(reply.row[0], reply.row[0] + len(keys)))
         try:
-            link.memory.write_row(reply.row[1], values)
-        except BaseException:
-            with contextlib.suppress(*AWAY):
-                home.call_on(link, m.Revoke(ids), m.Done)
-            raise
-        return self._commit_on(home, link, ids)
+            try:
+                link.memory.write_row(reply.row[1], values)
+            except BaseException:
+                with contextlib.suppress(*AWAY):
+                    home.call_on(link, m.Revoke(ids), m.Done)
+                raise
+            return self._commit_on(home, link, ids)
+        finally:
+            link.let_go()
 
     def _targets(self, options: PutOptions, others: dict[str, Peer]) -> list[Peer]:
         if not others:
@@ -153,19 +161,23 @@ class Writer:
             self._peers.forget_age()
             refused.update(dict.fromkeys(wanting, e))
             return
-        for i, got in zip(wanting, reply.spans([items[i][1] for i in wanting]), strict=True):
+        spans = reply.spans([items[i][1] for i in wanting])
+        if not link.hold(sum(isinstance(got, m.Span) for got in spans)):
+            refused.update((i, _gave_up(items[i][0])) for i in wanting)
+            return
+        for i, got in zip(wanting, spans, strict=True):
             match got:
                 case m.Span(id=handle, offset=offset, size=size):
                     parts[i].append(Part(target, link, handle, (offset, size)))
                 case m.Existed():
-                    self._revoke_parts(parts[i])
+                    self._give_back(parts[i])
                     results[i] = Put.EXISTED
                 case m.Error():
                     error = _error(got)
                     if isinstance(error, _ELSEWHERE):
                         refused[i] = error
                     else:
-                        self._revoke_parts(parts[i])
+                        self._give_back(parts[i])
                         results[i] = error
 
     def _reservation(
@@ -173,12 +185,19 @@ class Writer:
     ) -> Reservation | MoonpoolError:
         if len(parts) == copies or (parts and not options.strict_replicas):
             return PoolReservation(key, parts, replace=options.replace, strict=options.strict_replicas)
-        self._revoke_parts(parts)
+        self._give_back(parts)
         return refused or ConnectionLost("no messenger takes it", key=key)
 
     # -- commit
 
     def commit(self, reservations: Sequence[PoolReservation]) -> list[PutOutcome]:
+        try:
+            return self._commit(reservations)
+        finally:
+            for r in reservations:
+                r.let_go()
+
+    def _commit(self, reservations: Sequence[PoolReservation]) -> list[PutOutcome]:
         failed = self._send([r for r in reservations if not r.complete])
         for r in reservations:
             r.end()  # before the object is visible: nobody may write to it then
@@ -241,7 +260,17 @@ class Writer:
     def revoke(self, reservations: Sequence[PoolReservation]) -> None:
         for r in reservations:
             r.end()
-        self._revoke_parts([p for r in reservations for p in r.parts])
+        try:
+            self._revoke_parts([p for r in reservations for p in r.parts])
+        finally:
+            for r in reservations:
+                r.let_go()
+
+    def _give_back(self, parts: Sequence[Part]) -> None:
+        """Of what became no reservation."""
+        self._revoke_parts(parts)
+        for part in parts:
+            part.link.let_go()
 
     def _revoke_parts(self, parts: Sequence[Part]) -> None:
         for link, mine in _by_link([(p, None) for p in parts]).items():
@@ -257,6 +286,10 @@ def _wire(options: PutOptions, wanting: Sequence[int] | None = None) -> PutOptio
     return PutOptions(
         pin=options.pin, soft_pin_ttl_s=options.soft_pin_ttl_s, groups=tuple(groups), replace=options.replace
     )
+
+
+def _gave_up(key: str) -> MoonpoolError:
+    return ConnectionLost("the connection was given up meanwhile", key=key)
 
 
 def _error(message: m.Error) -> MoonpoolError:
