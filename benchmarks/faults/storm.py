@@ -172,7 +172,9 @@ class Storm:
             thaw()
             self.frozen.discard(id(target))
 
-        self.thaws.append((time.monotonic() + self.random.choice((0.05, 0.3, 1.0, EXPIRY_S + 1, LONG_S)), go_on))
+        self.thaws.append(
+            (time.monotonic() + self.random.choice((0.05, 0.05, 0.3, 0.3, 0.3, 1.0, EXPIRY_S + 1, LONG_S)), go_on)
+        )
 
     def calm(self) -> list[str]:
         """Everybody goes on, then the clients end. Those that do not."""

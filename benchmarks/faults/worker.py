@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from moonpool.wire import messages as m
 from moonpool.wire.rpc import SocketChannel
 
 _GIVE_UP_S = 60.0
+_THREADS = 3
+"""They share one pool."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,16 +89,23 @@ class Worker:
         signal.signal(signal.SIGTERM, self._end)
         before = _resources_without(self.pool)
         self.pool = self._join()
+        helpers = [threading.Thread(target=self._work) for _ in range(_THREADS - 1)]
+        for helper in helpers:
+            helper.start()
         while not self.stop:
             self.step()
-            if self.ops % 50 == 0:
-                self.say("OPS", 50)
             if self.ops % 100 == 0 and self.job.far:  # its home may have another port by now
                 self.pool.close()
                 self.pool = self._join()
+        for helper in helpers:
+            helper.join()
         self.pool.close()
         if not eventually(lambda: not before.leaked(Resources.now()), timeout_s=5):
             self.say("LEFT", before.leaked(Resources.now()))
+
+    def _work(self) -> None:
+        while not self.stop:
+            self.step()
 
     def _end(self, *_: object) -> None:
         self.stop = True
@@ -108,6 +118,8 @@ class Worker:
         except Exception as e:  # noqa: BLE001 - process edge: whatever else comes is a finding
             self.say("BROKEN", repr(e))
         self.ops += 1
+        if self.ops % 50 == 0:
+            self.say("OPS", 50)
 
     def _note(self, outcome: object) -> None:
         if isinstance(outcome, MoonpoolError):
