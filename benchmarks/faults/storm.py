@@ -27,7 +27,7 @@ TTL_S = 3.0
 EXPIRY_S = 2.0
 LONG_S = 7.0
 """Longer than a client waits for a messenger."""
-_END_S = 20.0
+_END_S = 30.0
 _FINDINGS = {"WRONG": "wrong bytes", "BROKEN": "broken calls", "LEFT": "left behind by clients"}
 
 
@@ -85,20 +85,21 @@ class Client:
         if self.process:
             self.process.send_signal(number)
 
-    def end(self, number: signal.Signals) -> bool:
-        """Whether it ended in time."""
+    def end(self, number: signal.Signals, meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """Whether it ended in time. `meanwhile` is called again and again: others may be frozen that it waits for."""
         process, self.process = self.process, None
         if process is None:
             return True
         process.send_signal(number)
         process.send_signal(signal.SIGCONT)
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            return False
-        return True
+        end = time.monotonic() + _END_S
+        while process.poll() is None and time.monotonic() < end:
+            meanwhile()
+            time.sleep(0.02)
+        ended = process.poll() is not None
+        process.kill()
+        process.wait()
+        return ended
 
 
 class Storm:
@@ -151,7 +152,8 @@ class Storm:
         if kind == "freeze":
             self._freeze(target)
         elif isinstance(target, Client):
-            if not target.end(signal.SIGKILL if kind == "kill" else signal.SIGTERM):
+            number = signal.SIGKILL if kind == "kill" else signal.SIGTERM
+            if not target.end(number, lambda: self._thaw_due(time.monotonic())):
                 self.report.open("a").write(f"LEFT {target.job.number}: did not end\n")
             target.start()
         else:

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.faults import content
-from moonpool.errors import MoonpoolError
+from moonpool.errors import MoonpoolError, PoolClosed
 from moonpool.store.base import Reservation
 from moonpool.store.client import PoolClient
 from moonpool.testing.leaks import Resources, eventually
@@ -113,6 +113,8 @@ class Worker:
     def step(self) -> None:
         try:
             self.random.choice(self.actions)()
+        except PoolClosed:
+            time.sleep(0.05)  # another thread joins anew
         except MoonpoolError as e:
             self._note(e)
         except Exception as e:  # noqa: BLE001 - process edge: whatever else comes is a finding
