@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from benchmarks import figures
 from benchmarks.store.plan import Plan
@@ -75,15 +75,19 @@ def existence(plan: Plan) -> Figures:
 
 
 def views(plan: Plan) -> Figures:
-    """Open and close of a zero-copy read view, between two processes."""
+    """Open and close of a zero-copy read view, between two processes; and inside one."""
     sizes = (4 << 10, 1 << 20, (8 if plan.quick else 64) << 20)
     with Sides(None) as sides:
-        worker = sides.ours(plan.segment, plan.buffer)
-        samples = alternate({"ours": lambda _: worker.do("view", sizes=sizes, count=300)}, plan.rounds)
+        workers = {
+            "ours": sides.ours(plan.segment, plan.buffer),
+            "ours_one_process": sides.ours_embedded(plan.segment, plan.buffer),
+        }
+        samples = alternate({name: _views(w, sizes) for name, w in workers.items()}, plan.rounds)
     names = tuple(str(s) for s in sizes)
     _show("zero-copy read view, open and close, p50 in µs, by size in bytes", samples, names, lower=True)
     medians = {n: samples["ours"].median(n) for n in names}
-    return {"view_p50_us": max(medians.values()), "view_p50_us_by_size": medians}
+    inside = max(samples["ours_one_process"].median(n) for n in names)
+    return {"view_p50_us": max(medians.values()), "view_p50_us_by_size": medians, "view_p50_us_one_process": inside}
 
 
 _TIMES = ("put_p50", "put_p99", "get_p50", "get_p99")
@@ -93,6 +97,10 @@ def batches(worker: Worker, size: int, plan: Plan) -> Measure:
     """Rates of batched puts and gets by this client."""
     passes = 1 if plan.quick else 2
     return lambda n: worker.do("batch", label=f"b{size}", size=size, passes=passes, first=n * passes)
+
+
+def _views(worker: Worker, sizes: Sequence[int]) -> Measure:
+    return lambda _: worker.do("view", sizes=sizes, count=300)
 
 
 def _copies(worker: Worker, size: int, threads: int) -> Measure:

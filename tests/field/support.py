@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moonpool.store.messenger.state import Limits, MessengerState, Reserved
+from moonpool.store.messenger.records import Limits, Reserved
+from moonpool.store.messenger.state import MessengerState
 from moonpool.testing.fake_clock import FakeClock
 from moonpool.types import Put, PutOptions
 

@@ -6,7 +6,8 @@ import random
 import tracemalloc
 
 from moonpool.store.messenger.allocator import rounded
-from moonpool.store.messenger.state import Limits, MessengerState, Reserved
+from moonpool.store.messenger.records import Limits, Reserved
+from moonpool.store.messenger.state import MessengerState
 from moonpool.testing.fake_clock import FakeClock
 from tests.field.support import KIB, MIB, SESSION, put, state_of
 

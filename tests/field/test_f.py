@@ -11,8 +11,8 @@ import pytest
 from moonpool.errors import NoSpace
 from moonpool.store.messenger.allocator import rounded
 from moonpool.store.messenger.disk import DiskConfig, DiskTier
+from moonpool.store.messenger.records import Limits, Reserved
 from moonpool.store.messenger.service import MessengerService
-from moonpool.store.messenger.state import Limits, Reserved
 from moonpool.testing.leaks import eventually, no_leaks
 from moonpool.transfer.segment import Segment
 from moonpool.types import Pin, PutOptions, Removed

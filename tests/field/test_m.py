@@ -11,7 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from moonpool.store.embedded import EmbeddedPool
-from moonpool.store.messenger.state import Limits, MessengerState, Reserved, Row
+from moonpool.store.messenger.records import Limits, Reserved, Row
+from moonpool.store.messenger.state import MessengerState
 from moonpool.testing.cluster import LocalCluster
 from moonpool.testing.fake_clock import FakeClock
 from moonpool.testing.leaks import no_leaks

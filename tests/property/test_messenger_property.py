@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from moonpool.errors import KeyBusy, LeaseExpired, NativeExists, NoSpace, ObjectTooLarge
 from moonpool.keys import PageKey
-from moonpool.store.messenger.state import Limits, MessengerState, Reserved
+from moonpool.store.messenger.records import Limits, Reserved
+from moonpool.store.messenger.state import MessengerState
 from moonpool.testing.fake_clock import FakeClock
 from moonpool.types import Put
 

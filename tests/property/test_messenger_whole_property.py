@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from moonpool.errors import Draining, KeyBusy, LeaseExpired, MoonpoolError, NoSpace, ObjectTooLarge, QuotaExceeded
 from moonpool.store.messenger.allocator import rounded
 from moonpool.store.messenger.objects import Object
-from moonpool.store.messenger.state import Limits, MessengerState, Reserved, Row
+from moonpool.store.messenger.records import Limits, Reserved, Row
+from moonpool.store.messenger.state import MessengerState
 from moonpool.store.messenger.tenants import scoped, tenant_of
 from moonpool.testing.fake_clock import FakeClock
 from moonpool.types import Pin, Put, PutOptions, Removed

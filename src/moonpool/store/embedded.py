@@ -7,8 +7,8 @@ from moonpool.store.client import PoolClient
 from moonpool.store.links import MessengerLink
 from moonpool.store.master.service import MasterService
 from moonpool.store.messenger.disk import DiskConfig, DiskTier
+from moonpool.store.messenger.records import Limits
 from moonpool.store.messenger.service import MessengerService
-from moonpool.store.messenger.state import Limits
 from moonpool.transfer.segment import Segment
 from moonpool.wire.rpc import LocalChannel
 

@@ -16,8 +16,8 @@ from moonpool.store.links import MessengerLink
 from moonpool.store.messenger.data import DataConnections
 from moonpool.store.messenger.disk import DiskConfig, DiskTier
 from moonpool.store.messenger.publisher import Publisher
+from moonpool.store.messenger.records import Limits
 from moonpool.store.messenger.service import MessengerService
-from moonpool.store.messenger.state import Limits
 from moonpool.store.messenger.tasks import Tasks
 from moonpool.store.peers import host_id, reach
 from moonpool.transfer.registry import Registry

@@ -9,7 +9,7 @@ from moonpool.store.client import PoolClient
 from moonpool.store.host import MessengerHost
 from moonpool.store.links import MessengerLink
 from moonpool.store.messenger.disk import DiskConfig
-from moonpool.store.messenger.state import Limits
+from moonpool.store.messenger.records import Limits
 from moonpool.wire.auth import Security
 from moonpool.wire.rpc import LocalChannel, SocketChannel
 

@@ -16,7 +16,7 @@ from moonpool.errors import ConfigError
 from moonpool.store.host import MessengerHost
 from moonpool.store.master.service import MasterService
 from moonpool.store.messenger.disk import DiskConfig
-from moonpool.store.messenger.state import Limits
+from moonpool.store.messenger.records import Limits
 from moonpool.wire import messages as m
 from moonpool.wire.auth import Security, load_security, security_from_environment
 from moonpool.wire.rpc import Server, Service, SocketChannel

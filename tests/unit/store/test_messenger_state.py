@@ -9,7 +9,8 @@ import pytest
 from moonpool.errors import KeyBusy, LeaseExpired, NoSpace
 from moonpool.keys import PageKey
 from moonpool.store.messenger.leases import Ledger
-from moonpool.store.messenger.state import Limits, MessengerState, Reserved
+from moonpool.store.messenger.records import Limits, Reserved
+from moonpool.store.messenger.state import MessengerState
 from moonpool.store.messenger.subscriptions import MAX_SUBSCRIPTIONS
 from moonpool.testing.fake_clock import FakeClock
 from moonpool.types import Put, Stored

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from moonpool.errors import NoSpace, ProtocolError
+from moonpool.store.messenger.records import Limits, Reserved
 from moonpool.store.messenger.service import MessengerService
-from moonpool.store.messenger.state import Limits, MessengerState, Reserved
+from moonpool.store.messenger.state import MessengerState
 from moonpool.store.messenger.tenants import scoped
 from moonpool.testing.fake_clock import FakeClock
 from moonpool.transfer.segment import Segment

@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from moonpool.errors import MoonpoolError, WrongSize
 from moonpool.store.messenger.disk import DiskTier
 from moonpool.store.messenger.objects import Object
-from moonpool.store.messenger.state import MessengerState, Reserved
+from moonpool.store.messenger.records import Reserved
+from moonpool.store.messenger.state import MessengerState
 from moonpool.transfer.segment import Segment
 
 SPILL_ABOVE = 0.5

@@ -18,8 +18,8 @@ from itertools import islice
 from typing import TypeVar
 
 from moonpool.errors import DeadlineExceeded, MoonpoolError, NotFound, WireError
+from moonpool.store.messenger.records import Changes
 from moonpool.store.messenger.service import MessengerService, Told
-from moonpool.store.messenger.state import Changes
 from moonpool.types import MessengerInfo
 from moonpool.wire import messages as m
 from moonpool.wire.rpc import Channel

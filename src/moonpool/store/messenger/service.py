@@ -18,7 +18,8 @@ from moonpool.store.messenger.below import Below
 from moonpool.store.messenger.data import DataConnections
 from moonpool.store.messenger.disk import DiskTier
 from moonpool.store.messenger.quarantine import Process, Quarantine
-from moonpool.store.messenger.state import Changes, Limits, MessengerState, Reserved, Row
+from moonpool.store.messenger.records import Changes, Limits, Reserved, Row
+from moonpool.store.messenger.state import MessengerState
 from moonpool.store.messenger.tasks import Tasks
 from moonpool.store.messenger.tenants import bare, scoped, tenant_of
 from moonpool.transfer.registry import Region

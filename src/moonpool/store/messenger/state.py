@@ -7,10 +7,8 @@ bytes under another key.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import repeat
-from typing import Protocol
 
 from moonpool.clock import Clock
 from moonpool.errors import (
@@ -21,123 +19,37 @@ from moonpool.errors import (
     NativeExists,
     NoSpace,
     ObjectTooLarge,
-    QuotaExceeded,
 )
 from moonpool.keys import owner_of
-from moonpool.store.messenger.allocator import Allocator, rounded
+from moonpool.store.messenger.allocator import rounded
 from moonpool.store.messenger.leases import Ledger
-from moonpool.store.messenger.objects import CONVERTED, Object, ObjectTable
+from moonpool.store.messenger.objects import CONVERTED, Object
+from moonpool.store.messenger.records import Backing, Limits, Reserved, Row, Writing
+from moonpool.store.messenger.room import Room
 from moonpool.store.messenger.subscriptions import Subscriptions
 from moonpool.store.messenger.tenants import bare, tenant_of
 from moonpool.types import Pin, PoolStats, Put, PutOptions, PutOutcome, Removed, Stored
 
 _MAX_HANDLES = 1 << 17
-_EVICTIONS_PER_PUT = 32
-"""Most evictions ahead of need in one step: a put may be a little slower for them, but nobody waits for thousands."""
 _PLAIN = PutOptions()
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    high_watermark: float = 0.95
-    """Share of the segment above which a put evicts first."""
-    eviction_ratio: float = 0.05
-    """Share of the segment that such an eviction frees beyond the watermark, so that not every put evicts."""
-    reservation_ttl_s: float = 60.0
-    """A writer that has not committed by then loses its key to the next writer."""
-    changes_kept: int = 1 << 16
-    """Most changes kept for the master's index; past that the index is told everything anew. 0 where there is no index."""
-    max_objects: int = 1 << 20
-    """Bounds the tables' own memory, which small objects would otherwise fill without end."""
-    max_soft_pin_s: float = 24 * 3600.0
-    """Longest soft pin; a longer one is cut to this."""
-
-
-class Backing(Protocol):
-    """What lies in the tier below: only whether, and how large."""
-
-    def __contains__(self, key: str) -> bool: ...
-
-    def size(self, key: str) -> int | None: ...
-
-
-class NoBacking:
-    """There is no tier below."""
-
-    def __contains__(self, key: str) -> bool:
-        return False
-
-    def size(self, key: str) -> int | None:
-        return None
-
-
-@dataclass(slots=True, eq=False)
-class Writing:
-    obj: Object
-    expires: float
-    lost: bool = False
-    """Another writer took the key. The space stays in quarantine until this one commits, revokes or dies: it may be writing."""
-    replace: bool = False
-    committing: bool = False
-    """It will replace in a moment."""
-
-    @property
-    def loads(self) -> bool:
-        """It brings up what lies below."""
-        return self.expires == float("inf")
-
-
-@dataclass(slots=True)
-class Reserved:
-    id: int
-    offset: int
-    size: int
-
-
-@dataclass(slots=True)
-class Row:
-    """Space for a whole batch in one piece: ids from `id` on, objects one after the other from `offset` on."""
-
-    id: int
-    offset: int
-
-
-@dataclass(slots=True)
-class Changes:
-    """What the master's index must be told since the last `take_changes`."""
-
-    there: dict[str, bool] = field(default_factory=dict)
-    """Key → whether it is there now."""
-    lost: bool = False
-    """There were more than were kept: only the whole list of keys tells now."""
-
-
-class MessengerState:
+class MessengerState(Room):
     """Every method is one atomic step; the caller locks."""
 
     def __init__(
         self, capacity: int, clock: Clock, limits: Limits | None = None, backing: Backing | None = None
     ) -> None:
-        self._space, self._clock, self._limits = Allocator(capacity), clock, limits or Limits()
-        self._backing = NoBacking() if backing is None else backing
-        self._has_backing = backing is not None
+        super().__init__(capacity, clock, limits or Limits(), backing)
         self._unbacked: deque[Object] = deque(maxlen=2 * self._limits.max_objects)
         """In the order of their puts; some may be gone, or have a copy below, by the time they come up."""
-        self._quotas: dict[str, int] = {}
-        self._being_written: Counter[str] = Counter()
-        """Bytes reserved and not yet committed, by tenant."""
         self.draining = False
         self._quarantine: list[Object] = []
         self._held_for_backing: list[Object] = []
-        self._evict_above = int(self._limits.high_watermark * self._space.capacity)
-        self._evict_down_to = int(self._evict_above - self._limits.eviction_ratio * self._space.capacity)
-        self._table = ObjectTable()
         self._writing: dict[str, Writing] = {}
         self._writes: Ledger[Writing] = Ledger(_MAX_HANDLES)
         self._reads: Ledger[list[Object]] = Ledger(_MAX_HANDLES)
         self.events = Subscriptions()
-        self._changes = Changes()
-        self._counts: Counter[str] = Counter()
 
     # -- writing
 
@@ -201,18 +113,6 @@ class MessengerState:
         self._being_written[tenant] += sum(size for _, size in items)
         return Row(self._writes.add_all(session, entries), start)
 
-    def _room_in_a_row(self, total: int, count: int) -> int | None:
-        over = self._space.used + total - self._evict_above
-        if over > 0:
-            if over > self._table.evictable() or count == 1:
-                return None
-            for _ in range(_EVICTIONS_PER_PUT * count):
-                if self._space.used + total <= self._evict_down_to or not self._evict_one():
-                    break
-            if self._space.used + total > self._evict_above:
-                return None
-        return self._space.allocate(total)
-
     def _new(self, key: str, size: int, options: PutOptions, group: str, now: float) -> Object:
         tenant, name = tenant_of(key), bare(key)
         obj = Object(key, 0, size, owner_of(name), tenant, options.pin)
@@ -260,91 +160,13 @@ class MessengerState:
             have = f"{len(self._table)}, none of which can be evicted, and {len(self._writes)} being written"
             raise NoSpace("too many objects", key=bare(obj.key), need=f"< {self._limits.max_objects}", have=have)
 
-    def _make_quota(self, obj: Object) -> None:
-        """Evict objects of the tenant until the new one is within its quota. Raises QuotaExceeded, and evicts nothing then."""
-        limit = self._quotas.get(obj.tenant)
-        if limit is None:
-            return
-        held = self._table.bytes_of[obj.tenant] + self._being_written[obj.tenant]
-        over = held + obj.size - limit
-        if over > self._table.evictable(obj.tenant):
-            raise QuotaExceeded(
-                "the tenant's quota is used up, and no more of it can be evicted",
-                key=bare(obj.key),
-                need=f"{obj.size} B",
-                have=f"{held} B of {limit} B used by tenant `{obj.tenant}`",
-                fix="Raise the quota, remove objects, or unpin some.",
-            )
-        if over > 0:
-            self._refuse_if_hopeless(obj.key, rounded(obj.size))
-        while over > 0:
-            over -= sum(victim.size for victim in self._evict_one(obj.tenant))
-
-    def _make_room(self, key: str, size: int) -> int:
-        need = rounded(size)
-        if need > self._space.largest_free and not self._next_victim_makes(need):
-            self._refuse_if_hopeless(key, need)
-        if self._space.used + need > self._evict_above:
-            self._evict(max(0, self._evict_down_to - need))
-        if self._too_many():
-            self._evict_one()
-        while (offset := self._space.allocate(size)) is None:
-            found = self._evict_one()  # enough bytes in all, but not in one piece
-            assert found, "not hopeless, so there was something to evict"
-        return offset
-
     def _too_many(self) -> bool:
         return len(self._table) + len(self._writes) >= self._limits.max_objects
-
-    def _next_victim_makes(self, need: int) -> bool:
-        """Whether evicting one object leaves a block of `need` bytes: mostly so, and much cheaper to see than all that is pinned."""
-        victims = self._table.victims()
-        return bool(victims) and self._space.would_be_free(victims[0].offset, victims[0].size) >= need
-
-    def _evict(self, down_to: int) -> None:
-        for _ in range(_EVICTIONS_PER_PUT):
-            if self._space.used <= down_to or not self._evict_one():
-                break
-
-    def _evict_one(self, tenant: str | None = None) -> list[Object]:
-        """Evict the next object, with its group. Returns what went; nothing if nothing may."""
-        victims = self._table.victims(tenant)
-        for victim in victims:
-            self._drop(victim, "evictions")
-            if self._has_backing and victim.key not in self._backing:
-                self._counts["lost_unspilled"] += 1
-        return victims
-
-    def _refuse_if_hopeless(self, key: str, need: int) -> None:
-        """Raises NoSpace if evicting everything would not do, so that nothing is evicted in vain."""
-        pinned = sorted({(o.offset, o.size) for o in self._pinned() if o.size})
-        best, end = 0, 0
-        for offset, size in [*pinned, (self._space.capacity, 0)]:
-            best, end = max(best, offset - end), offset + rounded(size)
-        if need > best:
-            hard = sum(rounded(o.size) for o in self._table.hard())
-            free = self._space.capacity - self._space.used
-            raise NoSpace(
-                "nothing more can be evicted",
-                key=bare(key),
-                need=f"{need} B in one piece",
-                have=f"{best} B (free: {free} B, in one piece {self._space.largest_free} B; "
-                f"hard-pinned: {hard} B; in use: {sum(rounded(s) for _, s in pinned)} B, being read or written or pinned)",
-                fix="Close read leases, commit or revoke reservations, unpin, or enlarge the pool.",
-            )
 
     def _pinned(self) -> list[Object]:
         """What cannot be evicted, once per handle."""
         in_use = [w.obj for w in self._writes.entries()] + [o for opened in self._reads.entries() for o in opened]
         return in_use + list(self._table.hard()) + self._quarantine + self._held_for_backing
-
-    def _drop(self, obj: Object, why: str) -> None:
-        self._table.remove(obj)
-        if obj.key not in self._backing:
-            self._note(obj.key, there=False)
-        self._counts[why] += 1
-        if not obj.readers:
-            self._space.free(obj.offset, obj.size)
 
     def commit(self, session: int, handles: Sequence[int]) -> list[PutOutcome]:
         if self._commit_row(session, handles):
@@ -425,14 +247,6 @@ class MessengerState:
         if not writing.lost:
             del self._writing[writing.obj.key]
 
-    def set_quotas(self, quotas: Mapping[str, int]) -> None:
-        """Bytes that each of these tenants may hold here. Other tenants have no limit."""
-        self._quotas = dict(quotas)
-        self._table.limit(quotas)
-
-    def used_by_tenant(self) -> dict[str, int]:
-        return dict(self._table.bytes_of)
-
     # -- reading
 
     def open_read(self, session: int, keys: Sequence[str]) -> tuple[int, list[tuple[int, int] | None]]:
@@ -468,9 +282,6 @@ class MessengerState:
     def _unread(self, opened: list[Object]) -> None:
         for obj in self._table.end_read(opened):
             self._space.free(obj.offset, obj.size)
-
-    def has(self, key: str) -> bool:
-        return key in self._table or key in self._backing
 
     def lookup(self, keys: Sequence[str], origins: Sequence[str]) -> list[str | None]:
         if not self._has_backing:
@@ -600,10 +411,6 @@ class MessengerState:
             if not self.has(key):
                 self._note(key, there=False)
 
-    def fill(self) -> float:
-        """Share of the segment that is taken."""
-        return self._space.used / self._space.capacity if self._space.capacity else 1.0
-
     # -- sessions, figures
 
     def is_writing(self, session: int) -> bool:
@@ -629,17 +436,6 @@ class MessengerState:
         for obj in unfinished:
             self._quarantine.remove(obj)
             self._space.free(obj.offset, obj.size)
-
-    def _note(self, key: str, *, there: bool) -> None:
-        if self._changes.lost:
-            return
-        self._changes.there[key] = there
-        if len(self._changes.there) > self._limits.changes_kept:
-            self._changes = Changes(lost=True)
-
-    def take_changes(self) -> Changes:
-        taken, self._changes = self._changes, Changes()
-        return taken
 
     def keys(self) -> list[str]:
         return self._table.keys()
