@@ -30,9 +30,9 @@ from moonpool import paths
 from moonpool.c2c.bundle import open_bundle
 from moonpool.c2c.config import load_c2c
 from moonpool.c2c.convert import Conversion
+from moonpool.c2c.judging.report import Report, read_report
 from moonpool.c2c.pages import pack
 from moonpool.c2c.projectors.linear import LinearProjector
-from moonpool.c2c.report import Report, read_report
 from moonpool.c2c.signature import ModelSpec, load_spec
 from moonpool.engine.instance import Instance
 from moonpool.engine.request import GenerateRequest

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from moonpool.c2c.facts_words import NAMES, VALUES
+from moonpool.c2c.fitting.facts_words import NAMES, VALUES
 
 IntArray = npt.NDArray[np.int64]
 

@@ -24,14 +24,14 @@ from torch import Tensor
 from models import corpus, tasks
 from moonpool import paths
 from moonpool.c2c.bundle import add_files, open_bundle, write_bundle
-from moonpool.c2c.capture import CaptureStore, load_tokenizer
-from moonpool.c2c.distil import DistilOptions, Lesson, distil
-from moonpool.c2c.evaluate import EvalOptions, Evaluator, evaluate
-from moonpool.c2c.facts import FactDocument, FactWriter
-from moonpool.c2c.fit import Documents, FitOptions, fit_linear
-from moonpool.c2c.fit_mlp import MlpOptions, fit_mlp
+from moonpool.c2c.fitting.capture import CaptureStore, load_tokenizer
+from moonpool.c2c.fitting.distil import DistilOptions, Lesson, distil
+from moonpool.c2c.fitting.facts import FactDocument, FactWriter
+from moonpool.c2c.fitting.mlp import MlpOptions, fit_mlp
+from moonpool.c2c.fitting.ridge import Documents, FitOptions, fit_linear
+from moonpool.c2c.judging.evaluate import EvalOptions, Evaluator, evaluate
+from moonpool.c2c.judging.report import Report, markdown, table, to_json
 from moonpool.c2c.projectors.base import Projector
-from moonpool.c2c.report import Report, markdown, table, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "moon-large-to-moon-small"

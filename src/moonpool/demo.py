@@ -27,7 +27,7 @@ from torch.nn.functional import kl_div, log_softmax
 from moonpool import paths
 from moonpool.c2c.config import C2CFile, ModelEntry, RuleEntry, resolve
 from moonpool.c2c.converter import ConverterStats
-from moonpool.c2c.facts import FactDocument, FactWriter
+from moonpool.c2c.fitting.facts import FactDocument, FactWriter
 from moonpool.engine.instance import Instance
 from moonpool.engine.request import GenerateRequest, GenerateResult
 from moonpool.errors import ConversionError
@@ -100,7 +100,7 @@ def _find_bundle(source: str, target: str) -> Path:
     found = next((p / name for p in places if p and (p / name).is_dir()), None)
     if found:
         return found
-    from moonpool.c2c.commands import fit
+    from moonpool.c2c.commands.fit import fit
 
     folder = paths.cache_dir() / "fits" / name
     text = Path(sysconfig.get_paths()["stdlib"])

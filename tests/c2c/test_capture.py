@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moonpool.c2c.capture import KV, CaptureStore, CausalModel
+from moonpool.c2c.fitting.capture import KV, CaptureStore, CausalModel
 from moonpool.errors import ModelError
 from tests.c2c.tiny import FAMILIES, documents, tiny_model
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from moonpool.c2c.bundle import open_bundle
 from moonpool.c2c.commands import app
-from moonpool.c2c.report import read_report
+from moonpool.c2c.judging.report import read_report
 from tests.c2c.tiny import text, tiny_model
 
 

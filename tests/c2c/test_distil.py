@@ -6,10 +6,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from moonpool.c2c.capture import CaptureStore
-from moonpool.c2c.distil import DistilOptions, Lesson, _rotated, distil
-from moonpool.c2c.features import rows
-from moonpool.c2c.fit import Documents, FitOptions, fit_linear
+from moonpool.c2c.fitting.capture import CaptureStore
+from moonpool.c2c.fitting.distil import DistilOptions, Lesson, _rotated, distil
+from moonpool.c2c.fitting.features import rows
+from moonpool.c2c.fitting.ridge import Documents, FitOptions, fit_linear
 from moonpool.c2c.projectors.identity import IdentityParameters, IdentityProjector
 from moonpool.c2c.projectors.linear import LinearProjector
 from moonpool.c2c.rope import rotate

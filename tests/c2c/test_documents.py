@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moonpool.c2c.documents import Text, read_texts, split, windows
+from moonpool.c2c.fitting.documents import Text, read_texts, split, windows
 from moonpool.errors import ConfigError
 from tests.c2c.tiny import text, tokenizer
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from moonpool.c2c.arms import Case, Mapper, arms, noise
-from moonpool.c2c.capture import KV, CaptureStore
-from moonpool.c2c.evaluate import EvalOptions, Evaluator, evaluate
-from moonpool.c2c.facts import FactWriter
+from moonpool.c2c.fitting.capture import KV, CaptureStore
+from moonpool.c2c.fitting.facts import FactWriter
+from moonpool.c2c.judging.arms import Case, Mapper, arms, noise
+from moonpool.c2c.judging.evaluate import EvalOptions, Evaluator, evaluate
+from moonpool.c2c.judging.report import Report, from_json, markdown, read_report, recovery, table, to_json
 from moonpool.c2c.projectors.base import Projector
 from moonpool.c2c.projectors.identity import IdentityParameters, IdentityProjector
 from moonpool.c2c.projectors.linear import LinearParameters, LinearProjector
-from moonpool.c2c.report import Report, from_json, markdown, read_report, recovery, table, to_json
 from moonpool.errors import BundleCorrupt, ConfigError
 from tests.c2c.tiny import documents, tiny_model, tokenizer
 

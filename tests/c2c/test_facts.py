@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moonpool.c2c.facts import FactWriter, Question, is_exact
-from moonpool.c2c.facts_words import NAMES, VALUES
+from moonpool.c2c.fitting.facts import FactWriter, Question, is_exact
+from moonpool.c2c.fitting.facts_words import NAMES, VALUES
 from moonpool.errors import ConfigError
 from tests.c2c.tiny import tokenizer
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from moonpool.c2c.capture import CaptureStore
-from moonpool.c2c.features import kv_of, rows
-from moonpool.c2c.fit import Documents, FitOptions, candidates, fit_linear, key_gains
-from moonpool.c2c.fit_mlp import MlpOptions, fit_mlp, last_aligned
-from moonpool.c2c.moments import Moments
-from moonpool.c2c.selection import Holdout, LayerChooser, ridge_weights, solve
+from moonpool.c2c.fitting.capture import CaptureStore
+from moonpool.c2c.fitting.features import kv_of, rows
+from moonpool.c2c.fitting.mlp import MlpOptions, fit_mlp, last_aligned
+from moonpool.c2c.fitting.moments import Moments
+from moonpool.c2c.fitting.ridge import Documents, FitOptions, candidates, fit_linear, key_gains
+from moonpool.c2c.fitting.selection import Holdout, LayerChooser, ridge_weights, solve
 from moonpool.errors import ConversionError, ModelError
 from tests.c2c.tiny import documents, tiny_model
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.c2c.moments import Moments
+from moonpool.c2c.fitting.moments import Moments
 from moonpool.errors import BundleCorrupt, ConfigError
 
 NAMES = ("xx", "xy", "x", "y", "y2", "weight")

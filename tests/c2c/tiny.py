@@ -19,7 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from moonpool.c2c.facts_words import NAMES, VALUES
+from moonpool.c2c.fitting.facts_words import NAMES, VALUES
 
 _FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moonpool.c2c.facts_words import NAMES, VALUES
+from moonpool.c2c.fitting.facts_words import NAMES, VALUES
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 PAIR = ("moon-large", "moon-small")

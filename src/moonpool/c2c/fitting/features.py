@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moonpool.c2c.capture import KV
+from moonpool.c2c.fitting.capture import KV
 from moonpool.c2c.rope import rotate, unrotate
 from moonpool.c2c.signature import RopeSpec
 

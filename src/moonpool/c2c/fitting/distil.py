@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from moonpool.c2c.capture import KV, CaptureStore, concat
-from moonpool.c2c.features import rows
+from moonpool.c2c.fitting.capture import KV, CaptureStore, concat
+from moonpool.c2c.fitting.features import rows
 from moonpool.c2c.projectors.linear import LinearParameters, LinearProjector, typed
 from moonpool.c2c.rope import attention_factor, inverse_frequencies
 from moonpool.c2c.signature import RopeSpec

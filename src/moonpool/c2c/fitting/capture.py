@@ -1,11 +1,12 @@
 """Runs a model to get its KV, and runs it over KV that came from somewhere else.
 
 Both halves of judging a projector: `CausalModel.kv` gives what the pool would hold for some tokens, `CausalModel.logits` and
-`CausalModel.batch_logits` give what the model says when its cache is injected. Arithmetic is fp32; KV is rounded once to
-bf16, to nearest even, as the pool stores it.
+`CausalModel.batch_logits` give what the model says when its cache is injected. Arithmetic is fp32 (the evaluator's) or bf16
+(fitting: several times faster where the machine has bf16 units, and what most engines run); KV is rounded to bf16, as the pool
+stores it.
 
-Memory: the weights in fp32 (4 B × parameters; 6.2 GB for a 1.5B model) plus, per call, the activations of one chunk. The KV
-that comes back takes `4 × tokens × layers × heads × dim` bytes (both halves, bf16).
+Memory: the weights (4 or 2 B × parameters; 6.2 GB for a 1.5B model in fp32) plus, per call, the activations of one chunk. The
+KV that comes back takes `4 × tokens × layers × heads × dim` bytes (both halves, bf16).
 """
 
 from __future__ import annotations
@@ -52,17 +53,17 @@ def concat(parts: list[KV]) -> KV:
 
 
 class CausalModel:
-    """A model folder, loaded in fp32 on the CPU. Raises ModelError if the folder is none of a supported model."""
+    """A model folder, loaded on the CPU. Raises ModelError if the folder is none of a supported model."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self.folder = Path(folder)
+        self.folder, self.dtype = Path(folder), dtype
         self.spec: ModelSpec = load_spec(folder)
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         except (OSError, ValueError, SafetensorError) as e:
             raise ModelError(f"cannot load the model: {e}", key=str(folder)) from e
         model.eval().requires_grad_(False)
@@ -80,7 +81,7 @@ class CausalModel:
 
     @torch.no_grad()
     def kv(self, tokens: Tensor, *, chunk: int = 1024) -> KV:
-        """bf16 KV of `tokens` (`[N]`, at positions 0…N-1), computed in fp32, `chunk` tokens at a time."""
+        """bf16 KV of `tokens` (`[N]`, at positions 0…N-1), computed `chunk` tokens at a time."""
         cache = self._cache(None, 1)
         for start in range(0, len(tokens), chunk):
             self._hidden(tokens[None, start : start + chunk], cache, start)
@@ -94,7 +95,7 @@ class CausalModel:
         """
         at = start if start is not None else (len(prefix) if prefix else 0)
         with torch.set_grad_enabled(grad):
-            return self._head(self._hidden(tokens[None], self._cache(prefix, 1), at)[0])
+            return self._head(self._hidden(tokens[None], self._cache(prefix, 1), at)[0]).float()
 
     @torch.no_grad()
     def batch_logits(self, prefix: KV | None, rows: list[Tensor], *, start: int | None = None) -> list[Tensor]:
@@ -102,7 +103,7 @@ class CausalModel:
         at = start if start is not None else (len(prefix) if prefix else 0)
         padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         hidden = self._hidden(padded, self._cache(prefix, len(rows)), at)
-        return [self._head(h[: len(r)]) for h, r in zip(hidden, rows, strict=True)]
+        return [self._head(h[: len(r)]).float() for h, r in zip(hidden, rows, strict=True)]
 
     @torch.no_grad()
     def attention_mass(self, tokens: Tensor) -> Tensor:
@@ -112,7 +113,7 @@ class CausalModel:
             found = self._base(input_ids=tokens[None], use_cache=False, output_attentions=True).attentions
         finally:
             self._model.set_attn_implementation("sdpa")
-        return torch.stack([a[0].mean(0).tril(-1).sum(0) for a in found])
+        return torch.stack([a[0].float().mean(0).tril(-1).sum(0) for a in found])
 
     @contextmanager
     def attention_outputs(self) -> Iterator[list[Tensor]]:
@@ -140,7 +141,7 @@ class CausalModel:
 
         cache = DynamicCache(config=self._model.config)
         if prefix is not None:
-            k, v = (t.to(torch.float32).permute(1, 2, 0, 3) for t in (prefix.k, prefix.v))
+            k, v = (t.to(self.dtype).permute(1, 2, 0, 3) for t in (prefix.k, prefix.v))
             for layer in range(k.shape[0]):
                 cache.update(k[layer][None].expand(batch, -1, -1, -1), v[layer][None].expand(batch, -1, -1, -1), layer)
         return cache
@@ -170,19 +171,20 @@ class CaptureStore:
     capture goes on where it stopped. The model is loaded only when a document is missing.
     """
 
-    def __init__(self, folder: Path, model: str | Path) -> None:
-        """`folder` holds the captures, `model` is the model's folder."""
-        self._folder, self.folder = folder, Path(model)
+    def __init__(self, folder: Path, model: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        """`folder` holds the captures, `model` is the model's folder, `dtype` what it computes in."""
+        self._folder, self.folder, self._dtype = folder, Path(model), dtype
         self.spec = load_spec(model)
 
     @cached_property
     def model(self) -> CausalModel:
         """The model itself, loaded on first use."""
-        return CausalModel(self.folder)
+        return CausalModel(self.folder, self._dtype)
 
     def path(self, tokens: Tensor) -> Path:
         raw = tokens.to(torch.int64).numpy().tobytes()
-        name = digest("moonpool.capture", [("revision", self.spec.revision), ("tokens", raw)])
+        computed = [] if self._dtype == torch.float32 else [("compute", str(self._dtype))]
+        name = digest("moonpool.capture", [("revision", self.spec.revision), ("tokens", raw), *computed])
         return self._folder / self.spec.name.replace("/", "-") / f"{name}.safetensors"
 
     def get(self, tokens: Tensor) -> KV:

@@ -19,9 +19,9 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from moonpool.c2c.capture import CaptureStore
-from moonpool.c2c.features import rows
-from moonpool.c2c.fit import Documents
+from moonpool.c2c.fitting.capture import CaptureStore
+from moonpool.c2c.fitting.features import rows
+from moonpool.c2c.fitting.ridge import Documents
 from moonpool.c2c.projectors.mlp import MlpParameters, MlpProjector, MlpWeights
 from moonpool.c2c.signature import ModelSpec
 from moonpool.errors import ConversionError

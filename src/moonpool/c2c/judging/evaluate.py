@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from moonpool.c2c.arms import COMPARE, MAPPED, NATIVE, NO_CONTEXT, Case, Filled, Mapper, arms
-from moonpool.c2c.capture import KV, CaptureStore
-from moonpool.c2c.facts import FactDocument, answer_nll, is_exact
-from moonpool.c2c.features import rows
+from moonpool.c2c.fitting.capture import KV, CaptureStore
+from moonpool.c2c.fitting.facts import FactDocument, answer_nll, is_exact
+from moonpool.c2c.fitting.features import rows
+from moonpool.c2c.judging.arms import COMPARE, MAPPED, NATIVE, NO_CONTEXT, Case, Filled, Mapper, arms
+from moonpool.c2c.judging.report import Arm, Protocol, Report, recovery
 from moonpool.c2c.projectors.base import Projector
-from moonpool.c2c.report import Arm, Protocol, Report, recovery
 from moonpool.c2c.signature import ModelSpec
 from moonpool.errors import ConfigError
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from moonpool.c2c import pages as codec
-from moonpool.c2c.capture import KV, concat
 from moonpool.c2c.convert import Conversion
+from moonpool.c2c.fitting.capture import KV, concat
 from moonpool.c2c.projectors.base import Projector
 from moonpool.c2c.signature import ModelSpec
 

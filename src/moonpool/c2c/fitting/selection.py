@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moonpool.c2c.moments import Moments
+from moonpool.c2c.fitting.moments import Moments
 from moonpool.errors import ConversionError
 
 LAMBDAS = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moonpool.c2c.facts_words import NAMES, VALUES
+from moonpool.c2c.fitting.facts_words import NAMES, VALUES
 from moonpool.errors import ConfigError
 
 SENTENCES = (

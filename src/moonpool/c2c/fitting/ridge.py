@@ -19,11 +19,11 @@ from rich.progress import track
 from safetensors import safe_open
 from torch import Tensor
 
-from moonpool.c2c.capture import CaptureStore
-from moonpool.c2c.features import rows
-from moonpool.c2c.moments import Moments
+from moonpool.c2c.fitting.capture import CaptureStore
+from moonpool.c2c.fitting.features import rows
+from moonpool.c2c.fitting.moments import Moments
+from moonpool.c2c.fitting.selection import LAMBDAS, Holdout, LayerChooser, Solution, solve
 from moonpool.c2c.projectors.linear import LinearParameters, LinearProjector
-from moonpool.c2c.selection import LAMBDAS, Holdout, LayerChooser, Solution, solve
 from moonpool.c2c.signature import ModelSpec
 from moonpool.errors import ModelError
 

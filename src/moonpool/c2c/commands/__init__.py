@@ -1,0 +1,13 @@
+"""`moonpool c2c`: make a projector bundle, judge it, see what it does. Heavy imports stay inside the functions: the CLI
+starts fast."""
+
+from __future__ import annotations
+
+import typer
+
+from moonpool.c2c.commands.evaluate import evaluate
+from moonpool.c2c.commands.fit import fit
+
+app = typer.Typer(help="Cross-model KV: fit a projector bundle, and judge one.", no_args_is_help=True)
+app.command()(fit)
+app.command("eval")(evaluate)

@@ -1,0 +1,1 @@
+"""Makes projectors: KV captures, documents, moments and ridge, distillation, the baseline."""

@@ -1,0 +1,1 @@
+"""Judges projectors: the arms, the evaluator, the report."""
