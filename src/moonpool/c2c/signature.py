@@ -73,6 +73,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
     dtype: str
     max_positions: int
     vocab_size: int
+    intermediate: int = 0
+    """Width of the gated feed-forward layer that a token passes through; of a mixture of experts, that of its chosen and shared
+    experts together, as the mean over the layers. For costs only; 0 = not known."""
 
     def identity(self, page_size: int, *, salt: str = "", tenant: str = "", kv_dtype: str = "bfloat16") -> KVIdentity:
         """Identity of this model's pages (all layers, one rank, no adapter)."""
@@ -99,11 +102,30 @@ def load_spec(ref: str | Path) -> ModelSpec:
     folder = Path(ref)
     if folder.is_dir():
         config, tokenizer = _read(folder / "config.json"), _read(folder / "tokenizer.json")
-        name = Path(os.path.abspath(folder)).name  # noqa: PTH100 - `resolve` would follow a link and change the name
-        return _spec(name, _weights_revision(folder), config, tokenizer)
+        return _spec(_folder_name(folder), _weights_revision(folder), config, tokenizer_digest(tokenizer))
     config_path, commit = _hub_file(str(ref), "config.json", None)
     tokenizer_path, _ = _hub_file(str(ref), "tokenizer.json", commit)
-    return _spec(str(ref), commit, _read(config_path), _read(tokenizer_path))
+    return _spec(str(ref), commit, _read(config_path), tokenizer_digest(_read(tokenizer_path)))
+
+
+def load_shape(ref: str | Path) -> ModelSpec:
+    """A model's numbers from its `config.json` alone: a file, a folder, or a hub name; no weights are needed or read.
+
+    Its revision is empty, and so is its tokenizer unless a `tokenizer.json` lies beside the file: good for costs, not for
+    identities. Raises ModelError.
+    """
+    path = Path(ref)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        return _spec(str(ref), "", _read(_hub_file(str(ref), "config.json", None)[0]), "")
+    beside = path.with_name("tokenizer.json")
+    name = _folder_name(path.parent) if path.name == "config.json" else path.stem
+    return _spec(name, "", _read(path), tokenizer_digest(_read(beside)) if beside.is_file() else "")
+
+
+def _folder_name(folder: Path) -> str:
+    return Path(os.path.abspath(folder)).name  # noqa: PTH100 - `resolve` would follow a link and change the name
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -134,7 +156,7 @@ def _hub_file(repo: str, name: str, revision: str | None) -> tuple[Path, str]:
     return path, path.parent.name
 
 
-def _spec(name: str, revision: str, raw: dict[str, Any], tokenizer: dict[str, Any]) -> ModelSpec:
+def _spec(name: str, revision: str, raw: dict[str, Any], tokenizer: str) -> ModelSpec:
     config = {**raw, **(raw.get("text_config") or {})}
     model_type = str(config.get("model_type", ""))
     _refuse_unsupported(name, model_type, config)
@@ -143,7 +165,7 @@ def _spec(name: str, revision: str, raw: dict[str, Any], tokenizer: dict[str, An
         return ModelSpec(
             name=name,
             revision=revision,
-            tokenizer=tokenizer_digest(tokenizer),
+            tokenizer=tokenizer,
             model_type=model_type,
             num_layers=_count(config, "num_hidden_layers"),
             num_heads=_count(config, "num_attention_heads"),
@@ -155,6 +177,7 @@ def _spec(name: str, revision: str, raw: dict[str, Any], tokenizer: dict[str, An
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
             max_positions=_count(config, "max_position_embeddings"),
             vocab_size=_count(config, "vocab_size"),
+            intermediate=_intermediate(config),
         )
     except KeyError as e:
         raise ModelError(f"config.json lacks {e.args[0]}", key=name) from e
@@ -179,6 +202,20 @@ def _kv_heads(model_type: str, config: dict[str, Any]) -> int:
     if config.get("num_key_value_heads") is None and model_type in _DERIVED_KV_HEADS:
         return _count(config, "num_attention_heads")
     return _count(config, "num_key_value_heads")
+
+
+def _intermediate(config: dict[str, Any]) -> int:
+    """0 where `config.json` leaves it to the library's default: a cost can be unknown, a model with unknown cost still serves."""
+    dense = int(config.get("intermediate_size") or 0)
+    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    if not experts:
+        return dense
+    layers, step = int(config["num_hidden_layers"]), int(config.get("decoder_sparse_step") or 1)
+    only_dense = set(config.get("mlp_only_layers") or [])
+    sparse = sum(i not in only_dense and (i + 1) % step == 0 for i in range(layers))
+    chosen = int(config.get("num_experts_per_tok") or 0) * int(config.get("moe_intermediate_size") or 0)
+    chosen += int(config.get("shared_expert_intermediate_size") or 0)
+    return round((sparse * chosen + (layers - sparse) * dense) / layers)
 
 
 def _refuse_unsupported(name: str, model_type: str, config: dict[str, Any]) -> None:
