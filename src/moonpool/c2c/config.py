@@ -19,8 +19,13 @@ from moonpool.c2c.signature import ModelSpec, load_spec
 from moonpool.config import load
 from moonpool.errors import ConfigError, ProtocolError
 
-Mode = Literal["on_put", "on_miss", "hint"]
-"""When a rule converts. Each mode includes the weaker ones: `on_put` ⊃ `on_miss` ⊃ `hint`."""
+Mode = Literal["on_put", "on_miss", "hint", "on_load"]
+"""When a rule converts. Each of the first three includes the weaker ones: `on_put` ⊃ `on_miss` ⊃ `hint`. `on_load` stands apart:
+the converter makes nothing, and the target's engine reads source pages and converts them itself when a request needs them."""
+
+Pays = Literal["auto", "always"]
+"""Whether the cost model has a say. `auto`: converted pages are made and taken only where that is faster than computing, which
+this machine's calibration of the pair decides (`moonpool c2c calibrate`); without one, as `always`: whenever they can be."""
 
 Serve = Literal["always", "on_request"]
 """Whether a lookup of the target may take converted pages by default, or only when the request asks for it."""
@@ -44,6 +49,9 @@ class RuleEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     serve: Serve = "always"
     deadline_s: float = 30.0
     """A conversion that did not begin within this time of being asked for is dropped: a miss, not a wait."""
+    pays: Pays = "auto"
+    store_loaded: bool = False
+    """Mode `on_load` only: put what the engine converted into the pool, for the target's other engines."""
 
 
 class C2CFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,6 +84,8 @@ class Rule(msgspec.Struct, frozen=True):
     mode: Mode
     serve: Serve
     deadline_s: float
+    pays: Pays = "auto"
+    store_loaded: bool = False
 
     @property
     def name(self) -> str:
@@ -214,6 +224,8 @@ def _rule(entry: RuleEntry, models: dict[str, Model], roots: list[Path]) -> Rule
         mode=entry.mode,
         serve=entry.serve,
         deadline_s=entry.deadline_s,
+        pays=entry.pays,
+        store_loaded=entry.store_loaded,
     )
 
 
