@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.c2c.fitting.moments import Moments
+from moonpool.c2c.fitting.selection import ridge_weights
 from moonpool.errors import BundleCorrupt, ConfigError
 
-NAMES = ("xx", "xy", "x", "y", "y2", "weight")
+ALL = [0, 1, 2]
 
 
 def data(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,8 +28,17 @@ def gathered(x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None = No
 
 
 def assert_same(a: Moments, b: Moments) -> None:
-    for name in NAMES:
-        torch.testing.assert_close(getattr(a, name), getattr(b, name))
+    """Equal as statistics; what the sums are relative to may differ."""
+    every = slice(0, 5)
+    for of in (
+        lambda m: m.covariance(ALL, ALL),
+        lambda m: m.cross(ALL, every),
+        lambda m: m.mean_x(ALL),
+        lambda m: m.mean_y(every),
+        lambda m: m.variance_y(every),
+        lambda m: m.weight,
+    ):
+        torch.testing.assert_close(of(a), of(b), rtol=1e-5, atol=1e-5)
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, 5))
@@ -54,9 +64,30 @@ def test_covariances_are_those_of_the_rows() -> None:
     both = torch.cov(torch.cat([x, y], 1).double().T, correction=0)
     at = [2, 0]
     columns = torch.cat([torch.arange(8, 12), torch.arange(0, 4)])
-    torch.testing.assert_close(moments.covariance(at, at), both[columns][:, columns])
-    torch.testing.assert_close(moments.cross(at, slice(1, 4)), both[columns][:, 13:16])
-    torch.testing.assert_close(moments.variance_y(slice(0, 5)), both.diagonal()[12:])
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(moments.covariance(at, at), both[columns][:, columns], **close)
+    torch.testing.assert_close(moments.cross(at, slice(1, 4)), both[columns][:, 13:16], **close)
+    torch.testing.assert_close(moments.variance_y(slice(0, 5)), both.diagonal()[12:], **close)
+
+
+def test_products_in_fp32_are_as_good_as_in_fp64() -> None:
+    """Columns that look alike, with means a thousand times their deviation, more rows than one block."""
+    g = torch.Generator().manual_seed(3)
+    common = torch.randn(5000, 1, generator=g, dtype=torch.float64)
+    x = 50 + 0.05 * (common + 0.1 * torch.randn(5000, 12, generator=g, dtype=torch.float64))
+    y = 100 + x[:, :5] @ torch.randn(5, 5, generator=g, dtype=torch.float64)
+    x, y = x.float(), y.float()
+    moments = Moments([0, 2, 5], 4, 5)
+    for part_x, part_y in zip(x.split(700), y.split(700), strict=True):
+        moments.add(part_x, part_y)
+    exact = torch.cov(torch.cat([x, y], 1).double().T, correction=0)
+    deviation = exact.diagonal().sqrt()
+    scale = torch.outer(deviation[:12], deviation)
+    found = torch.cat([moments.covariance(ALL, ALL), moments.cross(ALL, slice(0, 5))], 1)
+    assert float(((found - exact[:12]) / scale).abs().max()) < 1e-6
+    gram, cross = exact[:12, :12] / scale[:, :12], exact[:12, 12:]
+    mine = ridge_weights(found[:, :12] / scale[:, :12], found[:, 12:], 1e-3)
+    torch.testing.assert_close(mine, ridge_weights(gram, cross, 1e-3), rtol=1e-5, atol=1e-6)
 
 
 def test_a_column_that_does_not_vary_has_deviation_one() -> None:
