@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import typer
 
+from moonpool.c2c.commands.advise import advise
+from moonpool.c2c.commands.calibrate import calibrate
 from moonpool.c2c.commands.evaluate import evaluate
 from moonpool.c2c.commands.fit import fit
 
 app = typer.Typer(help="Cross-model KV: fit a projector bundle, and judge one.", no_args_is_help=True)
 app.command()(fit)
 app.command("eval")(evaluate)
+app.command()(advise)
+app.command()(calibrate)
