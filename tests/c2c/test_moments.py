@@ -64,10 +64,9 @@ def test_covariances_are_those_of_the_rows() -> None:
     both = torch.cov(torch.cat([x, y], 1).double().T, correction=0)
     at = [2, 0]
     columns = torch.cat([torch.arange(8, 12), torch.arange(0, 4)])
-    close = {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(moments.covariance(at, at), both[columns][:, columns], **close)
-    torch.testing.assert_close(moments.cross(at, slice(1, 4)), both[columns][:, 13:16], **close)
-    torch.testing.assert_close(moments.variance_y(slice(0, 5)), both.diagonal()[12:], **close)
+    torch.testing.assert_close(moments.covariance(at, at), both[columns][:, columns], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(moments.cross(at, slice(1, 4)), both[columns][:, 13:16], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(moments.variance_y(slice(0, 5)), both.diagonal()[12:], rtol=1e-5, atol=1e-5)
 
 
 def test_products_in_fp32_are_as_good_as_in_fp64() -> None:
@@ -88,6 +87,23 @@ def test_products_in_fp32_are_as_good_as_in_fp64() -> None:
     gram, cross = exact[:12, :12] / scale[:, :12], exact[:12, 12:]
     mine = ridge_weights(found[:, :12] / scale[:, :12], found[:, 12:], 1e-3)
     torch.testing.assert_close(mine, ridge_weights(gram, cross, 1e-3), rtol=1e-5, atol=1e-6)
+
+
+def test_a_part_is_the_moments_of_its_columns() -> None:
+    x, y = data(50)
+    part = gathered(x, y).part([0, 2], torch.tensor([1, 3]), torch.tensor([4, 0]))
+    assert (part.layers, part.layer_width) == ([0, 5], 2)
+    both = torch.cov(torch.cat([x[:, [1, 3, 9, 11]], y[:, [4, 0]]], 1).double().T, correction=0)
+    torch.testing.assert_close(part.covariance([0, 1], [0, 1]), both[:4, :4], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(part.cross([0, 1], slice(0, 2)), both[:4, 4:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(part.mean_y(slice(0, 2)), y[:, [4, 0]].double().mean(0))
+
+
+def test_scaled_rows_weigh_more_in_a_merge() -> None:
+    x, y = data(20)
+    one, two = gathered(x[:8], y[:8]), gathered(x[8:], y[8:])
+    one.merge(two.scaled(3))
+    assert_same(one, gathered(x, y, torch.tensor([1.0] * 8 + [3.0] * 12)))
 
 
 def test_a_column_that_does_not_vary_has_deviation_one() -> None:

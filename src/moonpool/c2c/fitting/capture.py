@@ -12,7 +12,7 @@ KV that comes back takes `4 × tokens × layers × heads × dim` bytes (both hal
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -115,6 +115,23 @@ class CausalModel:
             self._model.set_attn_implementation("sdpa")
         return torch.stack([a[0].float().mean(0).tril(-1).sum(0) for a in found])
 
+    @torch.no_grad()
+    def queries(self, tokens: Tensor) -> Tensor:
+        """`[N, layers, heads, dim]`: what attention asks with in each layer, before RoPE."""
+        seen: list[Tensor] = []
+
+        def keep(_module: Any, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            seen.append(output[0].reshape(len(tokens), self.spec.num_heads, self.spec.head_dim))
+
+        parts = [layer.self_attn for layer in self._base.layers]
+        hooks = [getattr(a, "q_norm", a.q_proj).register_forward_hook(keep) for a in parts]
+        try:
+            self._hidden(tokens[None], self._cache(None, 1), 0)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.stack(seen, dim=1)
+
     @contextmanager
     def attention_outputs(self) -> Iterator[list[Tensor]]:
         """While open, every pass appends to the list what attention gives in each layer, before the output projection:
@@ -173,7 +190,7 @@ class CaptureStore:
 
     def __init__(self, folder: Path, model: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """`folder` holds the captures, `model` is the model's folder, `dtype` what it computes in."""
-        self._folder, self.folder, self._dtype = folder, Path(model), dtype
+        self.work, self.folder, self._dtype = folder, Path(model), dtype
         self.spec = load_spec(model)
 
     @cached_property
@@ -185,7 +202,7 @@ class CaptureStore:
         raw = tokens.to(torch.int64).numpy().tobytes()
         computed = [] if self._dtype == torch.float32 else [("compute", str(self._dtype))]
         name = digest("moonpool.capture", [("revision", self.spec.revision), ("tokens", raw), *computed])
-        return self._folder / self.spec.name.replace("/", "-") / f"{name}.safetensors"
+        return self.work / self.spec.name.replace("/", "-") / f"{name}.safetensors"
 
     def get(self, tokens: Tensor) -> KV:
         """The document's bf16 KV, read from disk or computed and kept."""
@@ -196,6 +213,22 @@ class CaptureStore:
         """`CausalModel.attention_mass`, kept likewise."""
         path = self.path(tokens).with_suffix(".attention.safetensors")
         return self._kept(path, lambda: {"mass": self.model.attention_mass(tokens)})["mass"]
+
+    def queries(self, tokens: Tensor, at: Tensor) -> Tensor:
+        """bf16 `[len(at), layers, heads, dim]`: `CausalModel.queries` at positions `at` (`[n]`), kept likewise."""
+        made = digest("moonpool.queries", [("at", at.to(torch.int64).numpy().tobytes())])[:12]
+        path = self.path(tokens).with_suffix(f".queries-{made}.safetensors")
+        make = lambda: {"queries": self.model.queries(tokens)[at].to(torch.bfloat16)}  # noqa: E731
+        return self._kept(path, make)["queries"]
+
+    def missing(self, documents: Sequence[Tensor]) -> int:
+        """Documents whose KV is not on disk yet."""
+        return sum(not self.path(d).is_file() for d in documents)
+
+    def model_bytes(self) -> int:
+        """Memory of the loaded model's weights."""
+        stored = sum(f.stat().st_size for f in self.folder.glob("*.safetensors"))
+        return stored * self._dtype.itemsize // (4 if self.spec.dtype == "float32" else 2)
 
     def _kept(self, path: Path, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         if path.is_file():

@@ -95,6 +95,25 @@ class Moments:
         self.weight += other.weight
         self.done += other.done
 
+    def part(self, at: Sequence[int], x: Tensor, y: Tensor) -> Moments:
+        """Moments of the source layers at these places, of the columns `x` (indices) of each, and target columns `y`."""
+        columns = torch.cat([i * self.layer_width + x for i in at])
+        found = Moments([self.layers[i] for i in at], len(x), len(y))
+        found.xx, found.xy = self.xx[columns[:, None], columns], self.xy[columns[:, None], y]
+        found.x, found.y, found.y2 = self.x[columns], self.y[y], self.y2[y]
+        found.shift_x, found.shift_y = self.shift_x[columns], self.shift_y[y]
+        found.weight, found.done = self.weight.clone(), self.done
+        return found
+
+    def scaled(self, factor: float) -> Moments:
+        """The same rows with `factor` times the weight."""
+        found = Moments([], 1, 0)
+        found.layers, found.layer_width, found.done = self.layers, self.layer_width, self.done
+        found.shift_x, found.shift_y = self.shift_x, self.shift_y
+        for name in _SUMS:
+            setattr(found, name, getattr(self, name) * factor)
+        return found
+
     def mean_x(self, at: Sequence[int]) -> Tensor:
         """Mean of the columns of the source layers at places `at` of `layers`, fp64 `[len(at) * layer_width]`."""
         return torch.cat([self.shift_x[self._block(i)] for i in at]) + self._offset_x(at)

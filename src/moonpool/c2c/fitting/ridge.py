@@ -1,7 +1,7 @@
 """Closed-form projector: for each target layer and half, a ridge from a few source layers, in content space.
 
     capture (or read) KV ─► moments over the training documents ─► greedy layer choice on held-out documents ─► ridge, λ on
-    held-out documents ─► LinearProjector
+    held-out documents ─► values once more with attention-averaged rows ─► LinearProjector
 
 Position 0 stays out: its KV is a function of the first token alone, extreme, and kept native when serving. Nothing here is
 judged by its fit; that is `evaluate`'s job.
@@ -9,49 +9,25 @@ judged by its fit; that is `evaluate`'s job.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import torch
 from rich.console import Console
 from rich.progress import track
-from safetensors import safe_open
 from torch import Tensor
 
 from moonpool.c2c.fitting.capture import CaptureStore
-from moonpool.c2c.fitting.features import rows
-from moonpool.c2c.fitting.moments import Moments
-from moonpool.c2c.fitting.selection import LAMBDAS, Holdout, LayerChooser, Solution, solve
+from moonpool.c2c.fitting.gather import Documents as Documents
+from moonpool.c2c.fitting.gather import key_gains as key_gains
+from moonpool.c2c.fitting.gather import width_of
+from moonpool.c2c.fitting.prepare import FitOptions as FitOptions
+from moonpool.c2c.fitting.prepare import LayerFit as LayerFit
+from moonpool.c2c.fitting.prepare import Prepared, prepare
+from moonpool.c2c.fitting.repair import Repair, averaged
+from moonpool.c2c.fitting.selection import LayerChooser, Solution, solve
 from moonpool.c2c.projectors.linear import LinearParameters, LinearProjector
 from moonpool.c2c.signature import ModelSpec
-from moonpool.errors import ModelError
-
-_ROWS_AT_ONCE = 2048
-_MOST = 30.0
-
-
-class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
-    layers_per_target: int = 4
-    """Source layers that each half of a target layer reads."""
-    window: int = 6
-    """Candidates: source layers within ± this of the depth-normalised and of the last-aligned index; 0 = all layers."""
-    shell: bool = False
-    """Put mapped keys on the target's key shell (targets with QK-norm only)."""
-    attention: float = 0.0
-    """Rows count by the attention that their token gets in the target: weight `1 - a + a · mass / mean mass`, at most
-    `_MOST` (CacheBridge's idea: an error in a token that nobody looks at is harmless)."""
-    lambdas: tuple[float, ...] = LAMBDAS
-
-
-class LayerFit(msgspec.Struct, frozen=True):
-    """How one half of one target layer is read."""
-
-    target_layer: int
-    half: str
-    source_layers: list[int]
-    ridge: float
-    r2: float
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -60,89 +36,30 @@ class Fit(msgspec.Struct, frozen=True):
     tokens: int
 
 
-class Documents(msgspec.Struct, frozen=True):
-    """Documents (`[N]` token ids each) for the moments, and others for choosing layers and λ."""
+class _Half(msgspec.Struct, frozen=True):
+    """A solved half of a target layer, and the share of averaged rows in it."""
 
-    train: list[Tensor]
-    choose: list[Tensor]
+    solution: Solution
+    averaged: float = 0.0
 
 
 def fit_linear(
     source: CaptureStore, target: CaptureStore, documents: Documents, options: FitOptions, console: Console
 ) -> Fit:
-    """Fit. Prints its memory bound first and progress while it runs. Raises ModelError, ConversionError."""
-    layers = range(source.spec.num_layers)
-    layer_width, width = 2 * _width(source.spec), 2 * _width(target.spec) * target.spec.num_layers
-    need = Moments.bytes_needed(len(layers), layer_width, width)
-    console.print(f"moments: {need / 1e9:.2f} GB, and as much again at most while solving")
-    gains = key_gains(target) if options.shell else None
-    moments = Moments(layers, layer_width, width)
-    for x, y, w in _batches(_weighted(source, target, _progress(documents.train, "moments", console), options, gains)):
-        moments.add(x.flatten(1), y.flatten(1), w)
-    held = list(_weighted(source, target, documents.choose, options, gains))
-    x, y, w = (torch.cat(parts) for parts in zip(*held, strict=True))
-    holdout = Holdout(x.flatten(2), y.flatten(1), w)
-    solutions = [
-        _fit_layer(moments, holdout, t, source.spec, target.spec, options)
-        for t in _progress(range(target.spec.num_layers), "layers", console)
-    ]
-    projector = _assemble(solutions, source.spec, target.spec, gains)
+    """Fit. Prints its memory bound first and progress while it runs. Raises ModelError, ConfigError, ConversionError."""
+    start = prepare(source, target, documents, options, console)
+    tokens = sum(len(d) - 1 for d in documents.train)
+    halves = [_solve_layer(start, t) for t in progress(range(target.spec.num_layers), "layers", console)]
+    if options.repair_values:
+        halves = _repaired(start, halves, console)
+    projector = _assemble([[h.solution for h in pair] for pair in halves], source.spec, target.spec, start)
     return Fit(
-        projector, [_describe(t, h, s) for t, p in enumerate(solutions) for h, s in enumerate(p)], int(moments.weight)
+        projector, [_describe(start, t, h, half) for t, p in enumerate(halves) for h, half in enumerate(p)], tokens
     )
 
 
-def _progress(items: Sequence[Tensor] | range, what: str, console: Console) -> Iterable:  # type: ignore[type-arg]
+def progress(items: Sequence[Tensor] | range, what: str, console: Console) -> Iterable:  # type: ignore[type-arg]
     return track(items, what, console=console, transient=True)
-
-
-def _width(spec: ModelSpec) -> int:
-    return spec.num_kv_heads * spec.head_dim
-
-
-def pairs(
-    source: CaptureStore, target: CaptureStore, documents: Iterable[Tensor], gains: Tensor | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """(x, y) of each document but for position 0: fp32 `[N - 1, layers, 2, width]`, keys un-rotated, target keys over `gains`."""
-    for tokens in documents:
-        x = rows(source.get(tokens), source.spec.rope)[1:]
-        y = rows(target.get(tokens), target.spec.rope)[1:]
-        if gains is not None:
-            y[:, :, 0] /= gains.repeat(1, target.spec.num_kv_heads)
-        yield x, y
-
-
-Rows = tuple[Tensor, Tensor, Tensor]
-
-
-def _weighted(
-    source: CaptureStore, target: CaptureStore, documents: Iterable[Tensor], options: FitOptions, gains: Tensor | None
-) -> Iterator[Rows]:
-    """`pairs` with each row's weight."""
-    for tokens in documents:
-        x, y = next(pairs(source, target, [tokens], gains))
-        weight = torch.ones(len(x))
-        if options.attention:
-            mass = target.attention_mass(tokens)[:, 1:].mean(0)
-            weight = (1 - options.attention + options.attention * mass / mass.mean()).clamp(max=_MOST)
-        yield x, y, weight
-
-
-def _batches(found: Iterator[Rows]) -> Iterator[Rows]:
-    """Documents put together: the accumulators are then walked through less often."""
-    held: list[Rows] = []
-    for rows_ in found:
-        held.append(rows_)
-        if sum(len(x) for x, _, _ in held) >= _ROWS_AT_ONCE:
-            yield _joined(held)
-            held = []
-    if held:
-        yield _joined(held)
-
-
-def _joined(parts: list[Rows]) -> Rows:
-    x, y, w = (torch.cat(p) for p in zip(*parts, strict=True))
-    return x, y, w
 
 
 def candidates(t: int, source_layers: int, target_layers: int, window: int) -> list[int]:
@@ -155,47 +72,50 @@ def candidates(t: int, source_layers: int, target_layers: int, window: int) -> l
     return sorted(c for c in near if 0 <= c < source_layers)
 
 
-def _fit_layer(
-    moments: Moments, holdout: Holdout, t: int, source: ModelSpec, target: ModelSpec, options: FitOptions
-) -> tuple[Solution, Solution]:
-    chooser = LayerChooser(moments, holdout, candidates(t, source.num_layers, target.num_layers, options.window))
-    width = _width(target)
-    k, v = (slice((2 * t + h) * width, (2 * t + h + 1) * width) for h in (0, 1))
-    return (
-        solve(moments, holdout, chooser.choose(k, options.layers_per_target), k, options.lambdas),
-        solve(moments, holdout, chooser.choose(v, options.layers_per_target), v, options.lambdas),
-    )
+def _solve_layer(start: Prepared, t: int) -> list[_Half]:
+    source, target, options = start.rows.source.spec, start.rows.target.spec, start.options
+    near = candidates(t, source.num_layers, target.num_layers, options.window)
+    chooser = LayerChooser(start.moments, start.holdout, near, start.whole)
+    found = []
+    for half in (0, 1):
+        columns = start.columns(t, half)
+        at = chooser.choose(columns, options.layers_per_target, start.verdict(t, half))
+        found.append(_Half(solve(start.moments, start.holdout, at, columns, options.lambdas)))
+    return found
 
 
-def _describe(t: int, half: int, s: Solution) -> LayerFit:
-    return LayerFit(t, "kv"[half], s.at, s.ridge, s.r2)
+def _repaired(start: Prepared, halves: Sequence[list[_Half]], console: Console) -> list[list[_Half]]:
+    """The same keys; values solved again with averaged rows where held-out documents gain by it."""
+    options = start.options
+    told = start.documents.train[: options.repair_documents]
+    rows = averaged(start.rows, told, [pair[1].solution.at for pair in halves], options.queries, console)
+    repair = Repair(start.moments, start.holdout, options.lambdas)
+    return [
+        [keys, _Half(*repair(values.solution, rows[t], start.columns(t, 1), start.judges[t]))]
+        for t, (keys, values) in enumerate(halves)
+    ]
+
+
+def _describe(start: Prepared, t: int, half: int, found: _Half) -> LayerFit:
+    s, error = found.solution, None
+    if start.options.choose == "attention" or start.options.repair_values:
+        judge = start.judges[t]
+        error = (judge.keys, judge.values)[half](s.predict(start.holdout.x[: judge.rows]))
+    return LayerFit(t, "kv"[half], s.at, s.ridge, s.r2, error, found.averaged)
 
 
 def _assemble(
-    solutions: Sequence[tuple[Solution, Solution]], source: ModelSpec, target: ModelSpec, gains: Tensor | None
+    solutions: Sequence[Sequence[Solution]], source: ModelSpec, target: ModelSpec, start: Prepared
 ) -> LinearProjector:
+    gains = start.rows.weighting.gains
     parameters = LinearParameters(
         source_layers=source.num_layers,
-        source_width=_width(source),
+        source_width=width_of(source),
         target_layers=target.num_layers,
-        target_width=_width(target),
+        target_width=width_of(target),
         sources=[[s.at for s in pair] for pair in solutions],
         shell_dim=target.head_dim if gains is not None else 0,
     )
     weights = [[s.weight for s in pair] for pair in solutions]
     biases = torch.stack([torch.stack([s.bias for s in pair]) for pair in solutions])
     return LinearProjector(parameters, weights, biases, gains)
-
-
-def key_gains(target: CaptureStore) -> Tensor:
-    """The target's `k_norm` gains, fp32 `[layers, head_dim]`, read from its weights. Raises ModelError if it has none."""
-    found: dict[int, Tensor] = {}
-    for path in sorted(Path(target.folder).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - not a dict
-                if name.endswith(".self_attn.k_norm.weight"):
-                    found[int(name.split(".")[-4])] = weights.get_tensor(name).to(torch.float32)
-    gains = [found.get(t) for t in range(target.spec.num_layers)]
-    if not all(g is not None and len(g) == target.spec.head_dim and bool((g.abs() > 1e-4).all()) for g in gains):
-        raise ModelError("no usable k_norm gains", key=target.spec.name, fix="Fit without the key shell.")
-    return torch.stack([g for g in gains if g is not None])

@@ -1,16 +1,16 @@
 """Which source layers a target layer reads, and the ridge that reads them.
 
-Layers are picked greedily: at each step the layer whose addition leaves the least residual on *held-out* rows. Refitting for
-every candidate would cost a factorisation each; instead the candidates are kept orthogonal to what was picked already (block
-Gram-Schmidt on the regularised Gram matrix), so a step costs one small factorisation per candidate and gives exactly the
-residual that a full refit would give.
+Layers are picked greedily: at each step the layer whose addition leaves the least residual on *held-out* rows, or, of the few
+best by that, the one that a judge likes most. Refitting for every candidate would cost a factorisation each; instead the
+candidates are kept orthogonal to what was picked already (block Gram-Schmidt on the regularised Gram matrix), so a step costs
+one small factorisation per candidate and gives exactly the residual that a full refit would give.
 
 Features are standardised, so the ridge term is relative: λ = 1e-3 means a thousandth of every feature's own variance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,20 @@ class Holdout:
     y: Tensor
     weight: Tensor
 
+    def of_columns(self, x: Tensor, y: Tensor) -> Holdout:
+        """These columns (indices) of each source layer and of the target."""
+        return Holdout(self.x[:, :, x], self.y[:, y], self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Decides among the `few` candidates that are best by their residual: `score` of what they predict for the first `rows`
+    held-out rows, less is better."""
+
+    score: Callable[[Tensor], float]
+    rows: int
+    few: int = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Solution:
@@ -45,6 +59,10 @@ class Solution:
     ridge: float
     r2: float
     """Share of the held-out (weighted) squares around the training mean that is explained, all columns together."""
+
+    def predict(self, x: Tensor) -> Tensor:
+        """fp32 `[n, columns]` for rows `[n, layers, layer_width]`."""
+        return torch.addmm(self.bias, x[:, self.at].flatten(1), self.weight)
 
 
 @dataclass(slots=True)
@@ -61,36 +79,46 @@ class _Candidate:
 class LayerChooser:
     """Candidates of one target layer; `choose` may be asked for each half."""
 
-    def __init__(self, moments: Moments, holdout: Holdout, candidates: Sequence[int]) -> None:
-        """`candidates`: places in `moments.layers`."""
+    def __init__(self, moments: Moments, holdout: Holdout, candidates: Sequence[int], whole: int = 0) -> None:
+        """`candidates`: places in `moments.layers`. `whole`: residuals are those of the first so many held-out rows, each
+        counted once, as a `Verdict` needs them; else of a sample of all of them."""
         self._m, self._candidates = moments, list(candidates)
-        deviation, mean = moments.deviation(candidates), moments.mean_x(candidates)
-        width = moments.layer_width
-        self._deviation = deviation.view(-1, width)
-        covariance = moments.covariance(candidates, candidates) / torch.outer(deviation, deviation)
-        count = len(candidates)
-        self._blocks = covariance.to(torch.float32).view(count, width, count, width).permute(0, 2, 1, 3)
         step = max(1, len(holdout.x) // _HOLDOUT_ROWS)
-        rows = holdout.x[::step, list(candidates)].flatten(1)
-        self._root = holdout.weight[::step, None].sqrt()
-        self._rows = ((rows - mean.float()) / deviation.float() * self._root).view(len(rows), count, width)
-        self._y = holdout.y[::step]
+        judged = slice(0, whole) if whole else slice(None, None, step)
+        deviation, mean = moments.deviation(candidates), moments.mean_x(candidates)
+        self._deviation = deviation.view(-1, moments.layer_width)
+        self._root = torch.ones(whole, 1) if whole else holdout.weight[judged, None].sqrt()
+        rows = (holdout.x[judged, self._candidates].flatten(1) - mean.float()).div_(deviation.float()).mul_(self._root)
+        self._rows = rows.view(len(rows), len(self._candidates), moments.layer_width)
+        self._y = holdout.y[judged]
 
-    def choose(self, columns: slice, count: int) -> list[int]:
+    def choose(self, columns: slice, count: int, verdict: Verdict | None = None) -> list[int]:
         """Up to `count` places in the order in which they were picked."""
         residual = (self._y[:, columns] - self._m.mean_y(columns).float()) * self._root
         open_ = {i: self._fresh(i, columns) for i in range(len(self._candidates))}
         picked: list[int] = []
         while open_ and len(picked) < count:
-            best, left = min(((i, _left(residual, c)) for i, c in open_.items()), key=lambda found: float(found[1][1]))
-            residual = left[0]
+            best, residual = self._best({i: _left(residual, c) for i, c in open_.items()}, columns, verdict)
             self._orthogonalise(open_, best, open_.pop(best))
             picked.append(best)
         return [self._candidates[i] for i in picked]
 
+    def _best(self, left: dict[int, Tensor], columns: slice, verdict: Verdict | None) -> tuple[int, Tensor]:
+        order = sorted(left, key=lambda i: float(left[i].square().sum()))
+        if verdict is None:
+            return order[0], left[order[0]]
+        y = self._y[:, columns]
+        best = min(order[: verdict.few], key=lambda i: verdict.score(y - left[i]))
+        return best, left[best]
+
+    def _block(self, i: int, j: int) -> Tensor:
+        """Correlations of two candidates' columns, fp32."""
+        raw = self._m.covariance([self._candidates[i]], [self._candidates[j]])
+        return (raw / torch.outer(self._deviation[i], self._deviation[j])).float()
+
     def _fresh(self, i: int, columns: slice) -> _Candidate:
         cross = self._m.cross([self._candidates[i]], columns) / self._deviation[i][:, None]
-        gram = self._blocks[i, i].clone()
+        gram = self._block(i, i)
         gram.diagonal().add_(_SELECTION_RIDGE)
         return _Candidate(gram, cross.float(), self._rows[:, i], [])
 
@@ -99,7 +127,7 @@ class LayerChooser:
         cross = torch.linalg.solve_triangular(factor, picked.cross, upper=False)
         rows = torch.linalg.solve_triangular(factor, picked.rows.T, upper=False).T
         for i, c in open_.items():
-            overlap = self._blocks[s, i].clone()
+            overlap = self._block(s, i)
             for a, b in zip(picked.overlaps, c.overlaps, strict=True):
                 overlap.addmm_(a.T, b, alpha=-1)
             overlap = torch.linalg.solve_triangular(factor, overlap, upper=False)
@@ -109,11 +137,9 @@ class LayerChooser:
             c.overlaps.append(overlap)
 
 
-def _left(residual: Tensor, c: _Candidate) -> tuple[Tensor, Tensor]:
-    """(held-out residual after adding this layer, its squared sum)."""
-    weight = torch.cholesky_solve(c.cross, torch.linalg.cholesky(c.gram))
-    left = residual - c.rows @ weight
-    return left, left.square().sum()
+def _left(residual: Tensor, c: _Candidate) -> Tensor:
+    """Held-out residual after adding this layer."""
+    return residual - c.rows @ torch.cholesky_solve(c.cross, torch.linalg.cholesky(c.gram))
 
 
 def solve(
