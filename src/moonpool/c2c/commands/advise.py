@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Option(help="model folder, its name under MOONPOOL_MODELS, a config.json, or a hub name")]
 THIS = "this"
+_WIDTH = 96
+"""Of the table of times; a narrower terminal folds its lines rather than lose figures."""
 
 
 @one_line
@@ -54,7 +56,7 @@ def advise(
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
     else:
-        _show(found, Console())
+        _show(found, Console(width=max(_WIDTH, Console().width)))
 
 
 def _places(hardware: list[str], network: list[str], pair: tuple[ModelSpec, ModelSpec], digest: str) -> list[Place]:
@@ -85,6 +87,12 @@ def _show(found: Advice, console: Console) -> None:
     from rich.box import SIMPLE
     from rich.table import Table
 
+    console.print(f"{found.source} → {found.target}", style="bold", highlight=False)
+    console.print(
+        f"KV per token {found.source_kv_bytes} B → {found.target_kv_bytes} B; "
+        f"the target computes with {found.target_parameters / 1e6:.1f} M parameters",
+        highlight=False,
+    )
     unit, scale = ("G", 1e9) if found.prefill_flops[0] >= 1e8 else ("M", 1e6)
     at = [f"at {c >> 10} K" for c in found.contexts]
     work = Table(title=f"{unit}FLOP per token, and share of the target's own prefill", box=SIMPLE)
@@ -95,7 +103,7 @@ def _show(found: Advice, console: Console) -> None:
         shares = [share(s) for s in row.shares]
         work.add_row(row.variant, f"{row.flops / scale:.3f}", _sized(row.flops / (1 << 20)), *shares)
     console.print(work)
-    title = f"µs per token at {found.context} tokens: (b) = prefill / target, (a) = prefill / (source + convert)"
+    title = f"µs per token at {found.context} tokens; (b) = prefill / target, (a) = prefill / (source + convert)"
     times = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     for name in ("where", "map", "prefill", "convert", "source", "target", "(b)", "(a)", "L_min", "pays"):
         times.add_column(name, justify="left" if name in ("where", "map", "pays") else "right", no_wrap=True)
