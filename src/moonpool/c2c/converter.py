@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from moonpool.c2c.bundle import open_bundle
+from moonpool.c2c.calibration import RuleCosts
 from moonpool.c2c.config import C2CConfig, Rule
 from moonpool.c2c.convert import Conversion
 from moonpool.c2c.download import Progress, resolve_bundle
@@ -112,10 +113,13 @@ class Converter:
         clock: Clock | None = None,
         load: LoadConversion | None = None,
         cache_dir: Path | None = None,
+        costs: RuleCosts | None = None,
     ) -> None:
-        """`load` makes a rule's conversion (default: fetch, verify and check its bundle); it runs on a thread of its own."""
+        """`load` makes a rule's conversion (default: fetch, verify and check its bundle); it runs on a thread of its own.
+        `costs` says which pages are worth making (default: as this machine's calibrations have it)."""
         self._pool, self._config, self._clock = pool, config, clock or SystemClock()
         self._load_conversion = load or (lambda rule, progress: load_conversion(rule, config, cache_dir, progress))
+        self._costs = costs or RuleCosts.of(config.rules, config.page_size, cache_dir)
         self._loaded = [_LoadedRule(r) for r in config.rules]
         self._queue = ConversionQueue(config.rules, config.queue_pages)
         self._totals = _Totals()
@@ -230,19 +234,23 @@ class Converter:
                 for rule in self._wanting(event, key.owner):
                     if self._loaded[rule].refusal:
                         self._totals.rejected["rule_refused"] += 1
+                    elif not isinstance(event, Hinted) and (why := self._costs.refusal(rule, key.index)):
+                        self._totals.rejected[why] += 1
                     else:
                         self._queue.offer(rule, Page(key.index, key.block), now)
             self._changed.notify_all()
 
     def _wanting(self, event: PoolEvent, owner: str) -> list[int]:
-        """Rules that this event sets off."""
+        """Rules that this event sets off. Those of mode `on_load` are the engines' own work."""
         match event:
             case Stored():
                 return [r for r in self._by_source.get(owner, []) if self._config.rules[r].mode == "on_put"]
             case Missed():
-                return [r for r in self._by_target.get(owner, []) if self._config.rules[r].mode != "hint"]
+                return [
+                    r for r in self._by_target.get(owner, []) if self._config.rules[r].mode in ("on_put", "on_miss")
+                ]
             case Hinted():
-                return self._by_target.get(owner, [])
+                return [r for r in self._by_target.get(owner, []) if self._config.rules[r].mode != "on_load"]
 
     # -- conversion
 
