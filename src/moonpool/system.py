@@ -103,6 +103,7 @@ class System:
             self.pool,
             page_size=self.c2c.page_size,
             origins=lambda requested: self.c2c.origins(model.owner, requested),
+            c2c=self.c2c,
             limits=self._engine.limits(),
             compute=self._engine.compute,
         )
@@ -163,6 +164,7 @@ def run_instance(model: str, master: str, host: str, port: int, api_key: str) ->
             pool,
             page_size=c2c.page_size,
             origins=lambda asked: c2c.origins(owner, asked),
+            c2c=c2c,
             compute=EngineSection().compute,
         )
         try:

@@ -12,9 +12,14 @@ from typing import Any, Self
 
 from transformers import AutoTokenizer
 
+from moonpool.c2c.calibration import rule_cost
+from moonpool.c2c.config import C2CConfig, Rule
+from moonpool.c2c.converter import load_conversion
 from moonpool.c2c.signature import ModelSpec
 from moonpool.clock import Clock, SystemClock
 from moonpool.engine.model import Compute, Runner
+from moonpool.engine.onload import LoadRule, OnLoad
+from moonpool.engine.pays import Payoff
 from moonpool.engine.prefix import Origins, PrefixLoader
 from moonpool.engine.publish import Publisher
 from moonpool.engine.request import Event, GenerateRequest, GenerateResult, Handle, OnEvent, Piece
@@ -34,7 +39,9 @@ class Instance:
     """Serves one model. Safe to use from several threads; `close` twice is safe and leaves no thread.
 
     `origins` says which bundles' pages this model may take: a fixed list of digests, or a function of the request's own wish
-    (`C2CConfig.origins`). Without a pool nothing is loaded or stored. The pool is not closed: whoever opened it does.
+    (`C2CConfig.origins`). Of the rules in `c2c` those for this model are asked whether a converted prefix pays, and those of
+    mode `on_load` are run here; `load_rule` makes their conversions (default: fetch, verify and check the bundle).
+    Without a pool nothing is loaded or stored. The pool is not closed: whoever opened it does.
     Raises ModelError if model or tokenizer cannot be loaded, ConfigError for limits that make no sense.
     """
 
@@ -46,6 +53,8 @@ class Instance:
         *,
         page_size: int = 16,
         origins: Origins | Sequence[str] = (),
+        c2c: C2CConfig | None = None,
+        load_rule: LoadRule | None = None,
         limits: Limits | None = None,
         compute: Compute = "auto",
         device: str = "cpu",
@@ -60,7 +69,13 @@ class Instance:
         self._runner = Runner(str(model), spec, page_size=page_size, compute=compute, device=device)
         self._eos = self._runner.eos
         shape = self._runner.shape
-        loader = PrefixLoader(pool, shape, _origins(origins)) if pool else None
+        self._on_load = _on_load(pool, spec, c2c, load_rule, self._clock) if pool and c2c else None
+        payoff = _payoff(spec, c2c, device) if c2c else None
+        loader = (
+            PrefixLoader(pool, shape, _origins(origins), on_load=self._on_load, payoff=payoff, clock=self._clock)
+            if pool
+            else None
+        )
         self._publisher = Publisher(pool, shape, self._clock, depth=limits.store_queue) if pool else None
         self._scheduler = Scheduler(self._runner, loader, self._publisher, limits, self._clock)
 
@@ -147,6 +162,11 @@ class Instance:
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
 
+    def wait_ready(self, timeout: float) -> bool:
+        """Wait until the bundles of `on_load` rules are loaded or refused; False after `timeout` seconds. Requests need not
+        wait: until then these rules serve nothing."""
+        return self._on_load is None or self._on_load.wait_ready(timeout)
+
     @property
     def closed(self) -> bool:
         return self._scheduler.closing
@@ -154,6 +174,8 @@ class Instance:
     def close(self, timeout: float = 10.0) -> None:
         """Fail what runs, store what was computed (for at most `timeout` seconds), end the threads."""
         self._scheduler.close(timeout)
+        if self._on_load:
+            self._on_load.close(timeout)
         if self._publisher:
             self._publisher.close(timeout)
 
@@ -169,6 +191,22 @@ def _origins(given: Origins | Sequence[str]) -> Origins:
         return given
     fixed = tuple(given)
     return lambda wish: () if wish is False else fixed
+
+
+def _on_load(pool: KVPool, spec: ModelSpec, c2c: C2CConfig, load: LoadRule | None, clock: Clock) -> OnLoad | None:
+    rules = [r for r in _rules_for(spec, c2c) if r.mode == "on_load"]
+    make = load or (lambda rule: load_conversion(rule, c2c))
+    return OnLoad(pool, rules, make, clock, batch_pages=c2c.batch_pages).start() if rules else None
+
+
+def _payoff(spec: ModelSpec, c2c: C2CConfig, device: str) -> Payoff | None:
+    costs = {r.digest: cost for r in _rules_for(spec, c2c) if (cost := rule_cost(r, device=device)) is not None}
+    return Payoff(costs, c2c.page_size) if costs else None
+
+
+def _rules_for(spec: ModelSpec, c2c: C2CConfig) -> list[Rule]:
+    owner = spec.identity(c2c.page_size).digest()
+    return [r for r in c2c.rules if r.target.owner == owner]
 
 
 def _load_tokenizer(ref: str) -> Any:

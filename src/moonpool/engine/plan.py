@@ -11,6 +11,7 @@ Rules, normative (design.md, "Cross-model conversion"):
   the attention sink, and an error there spoils every later token.
 * The last full page of the prompt is never taken converted: what the answer leans on most stays exact.
 * At least the last prompt token is computed, or there would be no logits to continue from (field-bugs N6).
+* Where the cost model has a say, converted pages are taken only if that is faster than computing them (`engine.pays`).
 * What is computed behind a converted page is *tainted*: it attends to approximations, so it must never be stored as native.
 """
 
@@ -56,6 +57,8 @@ class PrefixPlan:
     tokens: int
     page_size: int
     steps: tuple[Step, ...]
+    declined: int = 0
+    """Tokens of pages that could have been had by conversion, and are computed because that is faster (`engine.pays`)."""
 
     @property
     def loaded_pages(self) -> list[tuple[int, Kind]]:

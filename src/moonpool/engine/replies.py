@@ -33,7 +33,7 @@ def extension_json(result: GenerateResult) -> Json:
     """The answer's field `moonpool`: where the prompt's tokens came from and where the time went (seconds)."""
     t, u = result.timing, result.usage
     return {
-        "tokens": {"native": u.native, "converted": u.converted, "computed": u.computed},
+        "tokens": {"native": u.native, "converted": u.converted, "computed": u.computed, "declined": u.declined},
         "seconds": {
             "queue": t.queue,
             "lookup": t.lookup,

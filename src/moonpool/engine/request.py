@@ -112,6 +112,8 @@ class Usage:
     native: int
     converted: int
     computed: int
+    declined: int = 0
+    """Of those computed: a conversion could have given them, but computing them was faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

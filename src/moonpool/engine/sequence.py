@@ -170,4 +170,6 @@ class RunningSequence:
         if self.plan is None:
             return Usage(prompt, 0, 0, 0, 0)
         native, converted = self.plan.count(Kind.NATIVE), self.plan.count(Kind.CONVERTED)
-        return Usage(prompt, len(self.generated), native, converted, self.plan.computed_tokens)
+        return Usage(
+            prompt, len(self.generated), native, converted, self.plan.computed_tokens, declined=self.plan.declined
+        )

@@ -45,6 +45,19 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     pages_wrong_size: int = 0
     pool_errors: int = 0
 
+    prefixes_paid: int = 0
+    """Requests whose converted pages were taken because that was faster than computing them."""
+    prefixes_too_short: int = 0
+    """Not taken: too few tokens for what taking them costs."""
+    prefixes_too_slow: int = 0
+    """Not taken: computing is as fast as reading or converting them."""
+    tokens_declined: int = 0
+    """Computed although a conversion could have given them."""
+    on_load_pages: int = 0
+    """Converted by this engine in its own load step."""
+    on_load_failed: int = 0
+    """Could not be converted in time, or at all; computed instead."""
+
 
 @dataclass(slots=True)
 class Totals:
@@ -59,6 +72,7 @@ class Totals:
     converted: int = 0
     computed: int = 0
     generated: int = 0
+    declined: int = 0
     queue: float = 0.0
     lookup: float = 0.0
     load: float = 0.0
@@ -79,6 +93,7 @@ class Totals:
         self.converted += usage.converted
         self.computed += usage.computed
         self.generated += usage.completion
+        self.declined += usage.declined
         for name in ("queue", "lookup", "load", "prefill", "decode", "ttft"):
             setattr(self, name, getattr(self, name) + getattr(seq.timing, name))
 
@@ -108,4 +123,10 @@ class Totals:
             pages_vanished=load.vanished,
             pages_wrong_size=load.wrong_size,
             pool_errors=load.pool_errors,
+            prefixes_paid=load.decisions["pays"],
+            prefixes_too_short=load.decisions["too_short"],
+            prefixes_too_slow=load.decisions["too_slow"],
+            tokens_declined=self.declined,
+            on_load_pages=load.on_load["converted"],
+            on_load_failed=load.on_load.total() - load.on_load["converted"] - load.on_load["not_stored"],
         )
