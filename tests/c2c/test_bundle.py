@@ -205,7 +205,7 @@ def test_no_bundle_and_too_large_ones_say_so(tmp_path: Path) -> None:
     [
         ({"format": 2, "new_field": 1}, "another format"),
         ({"surprise": 1}, "surprise"),
-        ({"kind": "fuse"}, "unknown projector kind"),
+        ({"kind": "fusion"}, "unknown projector kind"),
         ({"parameters": {}}, "source_layers"),
     ],
 )

@@ -30,8 +30,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from moonpool.c2c.projectors import build_projector
-from moonpool.c2c.projectors.base import Projector
+from moonpool.c2c.projectors import S, build, fuser_kind, kind_of, projector_kind
+from moonpool.c2c.projectors.base import Projector, Stored
+from moonpool.c2c.projectors.fuse import Fuser
 from moonpool.c2c.signature import Difference, ModelSpec, RopeSpec, check_contract, check_pair, differences
 from moonpool.errors import BundleCorrupt, BundleError, DigestMismatch
 from moonpool.keys import LAYOUT
@@ -96,12 +97,24 @@ class Bundle(msgspec.Struct, frozen=True):
         return _verified(self.folder / name, self.sums[name])
 
     def projector(self) -> Projector:
-        """Read the weights and build. Raises BundleCorrupt (missing, misshapen or non-finite weights), DigestMismatch."""
+        """Read the weights and build. Raises BundleCorrupt (missing, misshapen or non-finite weights), DigestMismatch,
+        ConversionRefused (a fuser, which is no projector)."""
+        return self._build(projector_kind(self.manifest.kind))
+
+    def fuser(self) -> Fuser:
+        """The same for a bundle of kind `fuse`. Raises what `projector` does; ConversionRefused for any other kind."""
+        return self._build(fuser_kind(self.manifest.kind))
+
+    def stored(self) -> Stored:
+        """The same for whatever the bundle holds."""
+        return self._build(kind_of(self.manifest.kind))
+
+    def _build(self, kind: type[S]) -> S:
         try:
             tensors = load(self.read(WEIGHTS))
         except (SafetensorError, KeyError, ValueError) as e:  # KeyError: a type that torch does not have
             raise BundleCorrupt(f"unreadable weights: {e}", key=str(self.folder / WEIGHTS)) from e
-        return build_projector(self.manifest.kind, self.manifest.parameters, tensors)
+        return build(kind, self.manifest.parameters, tensors)
 
     def check(self, source: ModelSpec, target: ModelSpec, page_size: int, kv_dtype: str = "bfloat16") -> None:
         """Raises ConversionRefused that names every field in which the bundle and the models differ."""
@@ -125,7 +138,7 @@ class Bundle(msgspec.Struct, frozen=True):
 
 def write_bundle(
     folder: Path,
-    projector: Projector,
+    projector: Stored,
     source: ModelSpec,
     target: ModelSpec,
     *,
@@ -174,7 +187,7 @@ def _replace(folder: Path, fill: Callable[[Path], None]) -> Bundle:
     try:
         fill(temporary)
         _write_sums(temporary)
-        open_bundle(temporary).projector()
+        open_bundle(temporary).stored()
         temporary.chmod(0o755)
         _swap(temporary, folder)
     finally:

@@ -29,11 +29,35 @@ KeySpace = Literal["content", "rotated", "invariant"]
 `invariant`: the projector leaves content as it is, so keys are turned once, by the difference of the two rotations."""
 
 
-class Projector(ABC):
-    """Immutable after construction and safe to call from several threads."""
+class Stored(ABC):
+    """What a bundle can hold: arithmetic that is built from a manifest's parameters and a file of weights.
+
+    Immutable after construction and safe to call from several threads.
+    """
 
     kind: ClassVar[str]
     """Name in the manifest."""
+
+    @abstractmethod
+    def flops_per_token(self) -> int:
+        """Floating-point operations of the matrix products for one token, both halves."""
+
+    @abstractmethod
+    def parameters(self) -> dict[str, Any]:
+        """What the manifest must hold to build this again, as plain JSON values."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights by name, as stored in the bundle's safetensors file."""
+
+    @classmethod
+    @abstractmethod
+    def build(cls, parameters: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        """Inverse of `parameters` and `tensors`. Raises BundleCorrupt on wrong names, shapes, NaN or Inf."""
+
+
+class Projector(Stored):
+    """Makes the target's KV from the source's alone, so that the target need not prefill."""
 
     key_space: KeySpace
 
@@ -51,23 +75,6 @@ class Projector(ABC):
     @abstractmethod
     def project(self, x: Tensor) -> Tensor:
         """`x` → `y` (shapes above). Layers that are not in `source_layers` may hold anything. Never writes to `x`."""
-
-    @abstractmethod
-    def flops_per_token(self) -> int:
-        """Floating-point operations of the matrix products for one token, both halves."""
-
-    @abstractmethod
-    def parameters(self) -> dict[str, Any]:
-        """What the manifest must hold to build this projector again, as plain JSON values."""
-
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """Weights by name, as stored in the bundle's safetensors file."""
-
-    @classmethod
-    @abstractmethod
-    def build(cls, parameters: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        """Inverse of `parameters` and `tensors`. Raises BundleCorrupt on wrong names, shapes, NaN or Inf."""
 
 
 def take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
