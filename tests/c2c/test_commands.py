@@ -65,6 +65,27 @@ def test_fit_then_eval_side_by_side(place: Path) -> None:
     assert report.protocol.documents == 2
 
 
+@pytest.mark.parametrize("variant", ["head-local", "trunk"])
+def test_variants_are_bundles_that_can_be_judged(place: Path, variant: str) -> None:
+    shown = run(place, "fit", "--out", f"{place}/{variant}", "--tokens", "1024", "--variant", variant, "--rank", "16")
+    assert "error: of the attention output" in shown
+    made = open_bundle(place / variant)
+    assert made.manifest.kind == variant.replace("-", "")
+    run(place, "eval", "--bundle", f"{place}/{variant}", "--facts", "1")
+
+
+def test_a_second_fit_may_ask_for_other_things(place: Path) -> None:
+    shown = run(
+        place, "fit", "--out", f"{place}/second", "--tokens", "1024", "--repair-values", "--attention", "0.5",
+        "--ridge", "1e-3", "--choose", "residual",
+    )  # fmt: skip
+    assert "GB at most" in shown
+    for wrong in (["--memory", "0.000001"], ["--variant", "trunk", "--steps", "1"]):
+        result = CliRunner().invoke(app, arguments(place, "fit", "--out", f"{place}/none", "--tokens", "1024", *wrong))
+        assert result.exit_code == 2, result.output
+        assert not (place / "none").exists()
+
+
 def test_a_bundle_is_not_judged_on_what_it_was_fitted_on(place: Path) -> None:
     run(place, "fit", "--out", f"{place}/seeded", "--tokens", "1024", "--layers-per-target", "1")
     result = CliRunner().invoke(app, arguments(place, "eval", "--bundle", f"{place}/seeded", "--seed", "1"))

@@ -23,6 +23,7 @@ from moonpool.c2c.commands.common import (
     open_stores,
     split_texts,
 )
+from moonpool.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from moonpool.c2c.commands.common import Pair
     from moonpool.c2c.fitting.distil import DistilOptions
     from moonpool.c2c.fitting.mlp import MlpOptions
-    from moonpool.c2c.fitting.ridge import Documents, FitOptions
+    from moonpool.c2c.fitting.prepare import FitOptions, LayerFit
+    from moonpool.c2c.fitting.ridge import Documents
     from moonpool.c2c.projectors.base import Projector
     from moonpool.c2c.projectors.linear import LinearProjector
 
@@ -40,6 +42,17 @@ class Kind(Enum):
     MLP = "mlp"
 
 
+class Variant(Enum):
+    FULL = "full"
+    HEAD_LOCAL = "head-local"
+    TRUNK = "trunk"
+
+
+class Choose(Enum):
+    RESIDUAL = "residual"
+    ATTENTION = "attention"
+
+
 @one_line
 def fit(
     source: Folder,
@@ -47,11 +60,32 @@ def fit(
     text: Texts,
     out: Annotated[Path, typer.Option(help="bundle folder to write")],
     kind: Annotated[Kind, typer.Option(help="linear: ridge; mlp: issue #1520's recipe, the baseline")] = Kind.LINEAR,
+    variant: Annotated[
+        Variant,
+        typer.Option(
+            help="full: all heads of a few source layers; head-local: head h from head h alone; trunk: a low-rank latent of all "
+            "source layers"
+        ),
+    ] = Variant.FULL,
     layers_per_target: Annotated[int, typer.Option(min=1, help="source layers that each target layer reads")] = 4,
+    rank: Annotated[int, typer.Option(min=1, help="width of the latent, for --variant trunk")] = 512,
     tokens: Tokens = 24576,
     seed: Seed = 0,
     window: Annotated[int, typer.Option(min=0, help="candidate layers around the aligned ones; 0 = all")] = 6,
+    choose: Annotated[
+        Choose, typer.Option(help="source layers by held-out residual, or by the attention output among the few best")
+    ] = Choose.ATTENTION,
+    attention: Annotated[
+        float, typer.Option(min=0, max=1, help="how much the attention that a token gets weighs its row")
+    ] = 0.0,
+    repair_values: Annotated[
+        bool, typer.Option("--repair-values", help="fit values also to attention-averaged rows (--variant full)")
+    ] = False,
+    ridge: Annotated[
+        list[float] | None, typer.Option(help="relative ridge term to try; repeat [default: 1e-5 to 1e-1]")
+    ] = None,
     shell: Annotated[bool, typer.Option(help="re-normalise mapped keys as the target's k_norm does")] = False,
+    memory: Annotated[float, typer.Option(min=0, help="GB that the fit may take; 0 = no limit")] = 0,
     steps: Annotated[int, typer.Option(min=0, help="distillation steps through the target after the ridge")] = 0,
     facts: Annotated[int, typer.Option(min=0, help="fact documents to fit on besides the texts")] = 0,
     epochs: Annotated[int, typer.Option(min=1, help="at most, for --kind mlp")] = 40,
@@ -59,12 +93,20 @@ def fit(
     held: Held = 12,
     work: Work = None,
 ) -> None:
-    """Fit a projector on text files and write it as a bundle."""
+    """Fit a projector on text files and write it as a bundle.
+
+    Sums over the documents stay in the work folder: an interrupted fit goes on where it stopped, and another fit on the same
+    documents needs no second pass.
+    """
     from moonpool.c2c.bundle import write_bundle
     from moonpool.c2c.fitting.distil import DistilOptions
     from moonpool.c2c.fitting.mlp import MlpOptions
-    from moonpool.c2c.fitting.ridge import Documents, FitOptions
+    from moonpool.c2c.fitting.prepare import FitOptions
+    from moonpool.c2c.fitting.ridge import Documents
+    from moonpool.c2c.fitting.selection import LAMBDAS
 
+    if variant is not Variant.FULL and (steps or repair_values):
+        raise ConfigError("only the full variant can be distilled or repaired here", have=f"--variant {variant.value}")
     console, pair = open_console(), open_stores(source, target, work)
     parts = split_texts(pair, text, tokens, seed, prefix, held)
     asked = fact_documents(pair, prefix, facts, seed + OTHER_FACTS)
@@ -73,30 +115,75 @@ def fit(
     if kind is Kind.MLP:
         projector = _mlp(pair, documents, MlpOptions(seed=seed, epochs=epochs), console)
     else:
-        options = FitOptions(layers_per_target=layers_per_target, window=window, shell=shell)
+        options = FitOptions(
+            layers_per_target=layers_per_target,
+            window=window,
+            shell=shell,
+            attention=attention,
+            lambdas=tuple(ridge) if ridge else LAMBDAS,
+            choose=choose.value,
+            repair_values=repair_values,
+            rank=rank,
+            memory=round(memory * 1e9),
+        )
         distil = DistilOptions(steps=steps, seed=seed)
-        projector = _linear(pair, documents, (options, distil), prefix, console)
+        projector = _closed_form(pair, documents, variant, (options, distil), prefix, console)
     data = [*parts.fitted, *([f"{facts} fact documents"] if facts else [])]
     made = f"moonpool c2c fit --kind {kind.value} --seed {seed} --tokens {tokens} --steps {steps} --facts {facts}"
+    made += f" --variant {variant.value} --choose {choose.value}" if kind is Kind.LINEAR else ""
     bundle = write_bundle(out, projector, pair[0].spec, pair[1].spec, training_data=data, created_by=made)
     console.print(f"{out}: bundle {bundle.digest}, {projector.flops_per_token() / 1e6:.1f} MFLOP per token")
 
 
-def _linear(
-    pair: Pair, documents: Documents, options: tuple[FitOptions, DistilOptions], prefix: int, console: Console
-) -> LinearProjector:
-    """The ridge, then as many distillation steps as asked for."""
-    from moonpool.c2c.fitting.distil import Lesson, distil
+def _closed_form(
+    pair: Pair,
+    documents: Documents,
+    variant: Variant,
+    options: tuple[FitOptions, DistilOptions],
+    prefix: int,
+    console: Console,
+) -> Projector:
+    from moonpool.c2c.fitting.headlocal import fit_head_local
     from moonpool.c2c.fitting.ridge import fit_linear
+    from moonpool.c2c.fitting.trunk import fit_trunk
 
-    ridge = fit_linear(*pair, documents, options[0], console)
-    for half in ("k", "v"):
-        r2 = [f.r2 for f in ridge.layers if f.half == half]
-        console.print(f"{half}: held-out R² {min(r2):.3f} … {max(r2):.3f}, mean {sum(r2) / len(r2):.3f}")
-    if not options[1].steps:
-        return ridge.projector
+    match variant:
+        case Variant.FULL:
+            full = fit_linear(*pair, documents, options[0], console)
+            _show(pair, documents, options[0], full.projector, full.layers, console)
+            return _distilled(pair, documents, full.projector, options[1], prefix, console)
+        case Variant.HEAD_LOCAL:
+            local = fit_head_local(*pair, documents, options[0], console)
+            _show(pair, documents, options[0], local.projector, local.layers, console)
+            return local.projector
+        case Variant.TRUNK:
+            trunk = fit_trunk(*pair, documents, options[0], console)
+            _show(pair, documents, options[0], trunk.projector, trunk.layers, console)
+            return trunk.projector
+
+
+def _show(
+    pair: Pair, documents: Documents, options: FitOptions, made: Projector, layers: list[LayerFit], console: Console
+) -> None:
+    """Held-out measures of each target layer, and which source layers it reads."""
+    from moonpool.c2c.fitting.gather import Pass, Weighting, key_gains
+    from moonpool.c2c.fitting.scores import scores, table
+
+    weighting = Weighting(gains=key_gains(pair[1]) if options.shell else None)
+    judged = documents.choose[: options.judged_documents]
+    console.print(table(scores(Pass(*pair, weighting), made, judged, options.queries), layers))
+
+
+def _distilled(
+    pair: Pair, documents: Documents, start: LinearProjector, options: DistilOptions, prefix: int, console: Console
+) -> LinearProjector:
+    """As many distillation steps as asked for."""
+    from moonpool.c2c.fitting.distil import Lesson, distil
+
+    if not options.steps:
+        return start
     train, choose = ([Lesson(d, prefix) for d in part] for part in (documents.train, documents.choose))
-    found = distil(ridge.projector, *pair, (train, choose), options[1], console)
+    found = distil(start, *pair, (train, choose), options, console)
     console.print(f"distilled: held-out KL {found.kl_before:.3f} → {found.kl_after:.3f} at step {found.steps}")
     return found.projector
 

@@ -62,8 +62,8 @@ class Asked:
     def of_values(self, v: Tensor) -> Tensor:
         return self.native @ v.permute(1, 0, 2)[:, None]
 
-    def of_keys(self, k: Tensor) -> Tensor:
-        return attention(self.q, k, self.at) @ self.v.permute(1, 0, 2)[:, None]
+    def of(self, k: Tensor, v: Tensor) -> Tensor:
+        return attention(self.q, k, self.at) @ v.permute(1, 0, 2)[:, None]
 
     def head(self, h: int) -> Asked:
         """KV head `h` alone, with the queries that read it."""
@@ -91,28 +91,38 @@ class Judge:
         self.rows = sum(len(d.k) - 1 for d in documents)
 
     def keys(self, rows: Tensor) -> float:
-        heads = rows.unflatten(1, (-1, self._spec.head_dim))
-        if self._gains is not None:
-            heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + _EPS) * self._gains
-        parts = zip(self._documents, self._split(heads), strict=True)
-        return self._error([(d, d.of_keys(self._whole(d.k, self._rotated(k)))) for d, k in parts])
+        return self._error([(d, d.of(k, d.v)) for d, k in zip(self._documents, self._whole_keys(rows), strict=True)])
 
     def values(self, rows: Tensor) -> float:
-        parts = zip(self._documents, self._split(rows.unflatten(1, (-1, self._spec.head_dim))), strict=True)
-        return self._error([(d, d.of_values(self._whole(d.v, v))) for d, v in parts])
+        found = zip(self._documents, self._whole_values(rows), strict=True)
+        return self._error([(d, d.of_values(v)) for d, v in found])
+
+    def both(self, keys: Tensor, values: Tensor) -> float:
+        """Of mapped keys and mapped values together."""
+        found = zip(self._documents, self._whole_keys(keys), self._whole_values(values), strict=True)
+        return self._error([(d, d.of(k, v)) for d, k, v in found])
 
     def head(self, h: int) -> Judge:
         return Judge([d.head(h) for d in self._documents], self._spec, self._gains)
+
+    def _whole_keys(self, rows: Tensor) -> list[Tensor]:
+        """Each document's keys as attention reads them, `[N, KV heads, dim]`."""
+        heads = rows.unflatten(1, (-1, self._spec.head_dim))
+        if self._gains is not None:
+            heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + _EPS) * self._gains
+        return [
+            torch.cat([d.k[:1], self._rotated(k)]) for d, k in zip(self._documents, self._split(heads), strict=True)
+        ]
+
+    def _whole_values(self, rows: Tensor) -> list[Tensor]:
+        heads = self._split(rows.unflatten(1, (-1, self._spec.head_dim)))
+        return [torch.cat([d.v[:1], v]) for d, v in zip(self._documents, heads, strict=True)]
 
     def _split(self, rows: Tensor) -> Sequence[Tensor]:
         return rows.split([len(d.k) - 1 for d in self._documents])
 
     def _rotated(self, k: Tensor) -> Tensor:
         return rotate(k[:, None].contiguous(), torch.arange(1, len(k) + 1), self._spec.rope)[:, 0]
-
-    @staticmethod
-    def _whole(native: Tensor, mapped: Tensor) -> Tensor:
-        return torch.cat([native[:1], mapped])
 
     @staticmethod
     def _error(found: Sequence[tuple[Asked, Tensor]]) -> float:

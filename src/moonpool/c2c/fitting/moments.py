@@ -134,6 +134,13 @@ class Moments:
         raw = torch.cat([self.xy[self._block(i), columns] for i in rows]) / self.weight
         return raw.sub_(torch.outer(self._offset_x(rows), self.y[columns] / self.weight))
 
+    def correlation(self) -> Tensor:
+        """Correlations of all columns of x; only blocks on and above the diagonal are filled. One copy, not several."""
+        every = range(len(self.layers))
+        inverse, offset = 1 / self.deviation(every), self._offset_x(every)
+        found = self.xx / self.weight
+        return found.addr_(offset, offset, alpha=-1).mul_(inverse[:, None]).mul_(inverse)
+
     def mean_y(self, columns: slice) -> Tensor:
         return self.shift_y[columns] + self.y[columns] / self.weight
 

@@ -57,6 +57,8 @@ class LayerFit(msgspec.Struct, frozen=True):
     """Held-out relative squared error of the attention output that this half alone causes, where it was judged."""
     averaged: float = 0.0
     """Share of attention-averaged rows in the fit."""
+    head: int | None = None
+    """KV head, where heads are fitted apart."""
 
 
 @dataclass
@@ -128,6 +130,6 @@ def memory_bound(source: CaptureStore, target: CaptureStore, documents: Document
     solving = 8 * 6 * read * (read + width_of(t))
     judged = options.judged_documents * t.num_layers * t.num_heads * options.queries * (longest + 2 * t.head_dim) * 4
     averaged = 8 * t.num_layers * read * (read + width_of(t)) if options.repair_values else 0
-    every = [*documents.train, *documents.choose]
-    models = sum(store.model_bytes() for store in (source, target) if store.missing(every))
+    missing = source.missing([*documents.train, *documents.choose])
+    models = target.model_bytes() + (source.model_bytes() if missing else 0)  # the target also gives its queries
     return Moments.bytes_needed(s.num_layers, 2 * width_of(s), e) + block + held + solving + judged + averaged + models

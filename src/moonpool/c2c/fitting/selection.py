@@ -171,9 +171,14 @@ def ridge_weights(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
     """`(gram + ridge·1)⁻¹ cross`. Raises ConversionError if the matrix is not positive definite (too few rows, λ too small)."""
     regular = gram.clone()
     regular.diagonal().add_(ridge)
-    factor, failed = torch.linalg.cholesky_ex(regular)
+    return torch.cholesky_solve(cross, cholesky(regular, ridge))
+
+
+def cholesky(regular: Tensor, ridge: float, *, upper: bool = False) -> Tensor:
+    """The factor; only the triangle that is asked for is read. Raises ConversionError."""
+    factor, failed = torch.linalg.cholesky_ex(regular, upper=upper)
     if int(failed):
         raise ConversionError(
             "the ridge's matrix is not positive definite", have=f"λ = {ridge:g}", fix="Use more tokens or a larger λ."
         )
-    return torch.cholesky_solve(cross, factor)
+    return factor

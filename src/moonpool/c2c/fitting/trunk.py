@@ -1,0 +1,107 @@
+"""All-layer low-rank projector in closed form: reduced-rank regression of the target's whole KV on the source's.
+
+With G the correlations of x, C their covariance with y (each target layer and half scaled to the same variance, so that none is
+drowned) and G + λ = L Lᵀ, the best map of rank r is the ridge's solution projected on the r leading eigenvectors U of Cᵀ (G + λ)⁻¹ C:
+
+    z = x · (G + λ)⁻¹ C U          y = z · Uᵀ
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from moonpool.c2c.fitting.capture import CaptureStore
+from moonpool.c2c.fitting.gather import Documents, width_of
+from moonpool.c2c.fitting.prepare import FitOptions, LayerFit, Prepared, prepare
+from moonpool.c2c.fitting.ridge import progress
+from moonpool.c2c.fitting.selection import cholesky
+from moonpool.c2c.projectors.trunk import TrunkParameters, TrunkProjector
+from moonpool.errors import ConversionError
+
+LAMBDAS = (1e-4, 1e-3, 1e-2)
+"""Fewer than a layer's ridge tries: each costs a factorisation over all source layers."""
+
+
+class TrunkFit(msgspec.Struct, frozen=True):
+    projector: TrunkProjector
+    layers: list[LayerFit]
+    ridge: float
+
+
+def fit_trunk(
+    source: CaptureStore,
+    target: CaptureStore,
+    documents: Documents,
+    options: FitOptions,
+    console: Console,
+    lambdas: tuple[float, ...] = LAMBDAS,
+) -> TrunkFit:
+    """Fit a latent of `options.rank` numbers a token. Raises as `fit_linear`."""
+    d, e = 2 * width_of(source.spec) * source.spec.num_layers, 2 * width_of(target.spec) * target.spec.num_layers
+    start = prepare(source, target, documents, options, console, extra=8 * (3 * d * d + 3 * d * e + 3 * e * e))
+    best: tuple[float, float, TrunkProjector] | None = None
+    for ridge in progress(range(len(lambdas)), "ridge terms", console):
+        made = _solve(start, lambdas[ridge], min(options.rank, d, e))
+        left = _error(start, made)
+        if best is None or left < best[0]:
+            best = (left, lambdas[ridge], made)
+    if best is None:
+        raise ConversionError("no ridge term to try", need="at least one λ")
+    return TrunkFit(best[2], _describe(start, best[2], best[1]), best[1])
+
+
+def _solve(start: Prepared, ridge: float, rank: int) -> TrunkProjector:
+    m, source, target, gains = start.moments, start.rows.source.spec, start.rows.target.spec, start.rows.weighting.gains
+    every, columns = range(len(m.layers)), slice(0, m.xy.shape[1])
+    deviation, scale = m.deviation(every), _scale(start)
+    factor = m.correlation()
+    factor.diagonal().add_(ridge)
+    factor = cholesky(factor, ridge, upper=True)
+    white = m.cross(every, columns).div_(deviation[:, None]).div_(scale)
+    white = torch.linalg.solve_triangular(factor.T, white, upper=False)
+    leading = torch.linalg.eigh(white.T @ white).eigenvectors[:, -rank:]
+    down = torch.linalg.solve_triangular(factor, white @ leading, upper=True) / deviation[:, None]
+    up = leading.T * scale
+    bias = m.mean_y(columns) - (m.mean_x(every) @ down) @ up
+    parameters = TrunkParameters(
+        source_layers=source.num_layers,
+        source_width=width_of(source),
+        target_layers=target.num_layers,
+        target_width=width_of(target),
+        rank=rank,
+        shell_dim=target.head_dim if gains is not None else 0,
+    )
+    shape = (target.num_layers, 2, width_of(target))
+    return TrunkProjector(
+        parameters, down.float().contiguous(), up.float().contiguous(), bias.float().view(shape), gains
+    )
+
+
+def _scale(start: Prepared) -> Tensor:
+    """fp64 `[E]`: the deviation of the half of the target layer that each column belongs to."""
+    width, m = width_of(start.rows.target.spec), start.moments
+    each = m.variance_y(slice(0, m.xy.shape[1])).view(-1, width).mean(1)
+    return each.clamp(min=1e-12).sqrt().repeat_interleave(width)
+
+
+def _residual(start: Prepared, made: TrunkProjector) -> Tensor:
+    """Held-out squares that are left, before the key shell, over those around the training mean: `[target layers * 2]`."""
+    width, h = width_of(start.rows.target.spec), start.holdout
+    tensors = made.tensors()
+    found = torch.addmm(tensors["bias"].flatten(), h.x.flatten(1) @ tensors["down.weight"], tensors["up.weight"])
+    mean = start.moments.mean_y(slice(0, h.y.shape[1])).float()
+    left, all_ = (((h.y - t).square() * h.weight[:, None]).sum(0).view(-1, width).sum(1) for t in (found, mean))
+    return left / all_.clamp(min=1e-12)
+
+
+def _error(start: Prepared, made: TrunkProjector) -> float:
+    return float(_residual(start, made).mean())
+
+
+def _describe(start: Prepared, made: TrunkProjector, ridge: float) -> list[LayerFit]:
+    every = list(start.moments.layers)
+    left = _residual(start, made).tolist()
+    return [LayerFit(i // 2, "kv"[i % 2], every, ridge, 1 - r) for i, r in enumerate(left)]

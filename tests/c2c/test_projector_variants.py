@@ -1,0 +1,130 @@
+"""`trunk` and `headlocal` compute their definitions, in every layout, and refuse weights that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moonpool.c2c.projectors import build_projector
+from moonpool.c2c.projectors.base import Projector
+from moonpool.c2c.projectors.headlocal import HeadLocalParameters, HeadLocalProjector
+from moonpool.c2c.projectors.trunk import TrunkParameters, TrunkProjector
+from moonpool.errors import BundleCorrupt
+
+SOURCES = [[[[0, 2], [1, 2]], [[1], [3]]], [[[0], [0]], [[0, 3], [0, 1]]]]
+"""Two target layers, K and V, two heads."""
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def trunk(shell: bool = False) -> TrunkProjector:
+    """4 layers of width 6 → 2 layers of width 4 through 3 numbers."""
+    p = TrunkParameters(
+        source_layers=4, source_width=6, target_layers=2, target_width=4, rank=3, shell_dim=2 if shell else 0
+    )
+    gains = randn(2, 2, seed=8) if shell else None
+    return TrunkProjector(p, randn(48, 3), randn(3, 16, seed=1), randn(2, 2, 4, seed=7), gains)
+
+
+def head_local(shell: bool = False) -> HeadLocalProjector:
+    """4 layers of 2 heads of 3 → 2 layers of 2 heads of 2."""
+    p = HeadLocalParameters(
+        source_layers=4,
+        source_width=6,
+        target_layers=2,
+        target_width=4,
+        heads=2,
+        sources=SOURCES,
+        shell_dim=2 if shell else 0,
+    )
+    weights = [
+        [randn(2, len(half[0]) * 6, 2, seed=10 * t + h) for h, half in enumerate(pair)]
+        for t, pair in enumerate(SOURCES)
+    ]
+    return HeadLocalProjector(p, weights, randn(2, 2, 4, seed=7), randn(2, 2, seed=8) if shell else None)
+
+
+def layer_major(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def test_a_trunk_is_two_products() -> None:
+    p, x = trunk(), randn(5, 4, 2, 6, seed=3)
+    w = p.tensors()
+    want = (x.flatten(1) @ w["down.weight"] @ w["up.weight"]).view(5, 2, 2, 4) + w["bias"]
+    for given in (x, layer_major(x)):
+        before = given.clone()
+        torch.testing.assert_close(p.project(given), want)
+        assert torch.equal(given, before)
+    assert p.source_layers() == [0, 1, 2, 3]
+    assert p.flops_per_token() == 2 * (48 * 3 + 3 * 16)
+
+
+def test_head_local_reads_each_heads_own_layers() -> None:
+    p, x = head_local(), randn(5, 4, 2, 6, seed=3)
+    w = p.tensors()
+    heads = x.unflatten(-1, (2, 3))
+    want = torch.zeros(5, 2, 2, 2, 2)
+    for t, pair in enumerate(SOURCES):
+        for half, of_heads in enumerate(pair):
+            for h, layers in enumerate(of_heads):
+                read = torch.cat([heads[:, s, :, h].flatten(1) for s in layers], 1)
+                want[:, t, half, h] = read @ w[f"layers.{t}.{'kv'[half]}.weight"][h]
+    want = want.flatten(3) + w["bias"]
+    for given in (x, layer_major(x)):
+        before = given.clone()
+        torch.testing.assert_close(p.project(given), want)
+        assert torch.equal(given, before)
+    assert p.source_layers() == [0, 1, 2, 3]
+    assert p.flops_per_token() == 2 * 6 * 2 * (2 + 2 + 1 + 1 + 1 + 1 + 2 + 2)
+
+
+def test_layers_that_are_not_read_may_hold_anything() -> None:
+    p = HeadLocalParameters(
+        source_layers=3, source_width=4, target_layers=1, target_width=4, heads=2, sources=[[[[1], [1]], [[1], [1]]]]
+    )
+    made = HeadLocalProjector(p, [[randn(2, 4, 2), randn(2, 4, 2, seed=1)]], torch.zeros(1, 2, 4))
+    x = torch.full((3, 3, 2, 4), torch.nan)
+    x[:, 1] = randn(3, 2, 4)
+    assert torch.isfinite(made.project(x)).all()
+
+
+@pytest.mark.parametrize("make", [trunk, head_local])
+def test_keys_on_the_shell_have_the_targets_norm(make: Any) -> None:
+    x = randn(5, 4, 2, 6, seed=3)
+    on, off = make(shell=True), make()
+    keys = on.project(x)[:, :, 0].unflatten(-1, (2, 2)) / on.tensors()["shell"][None, :, None]
+    torch.testing.assert_close(keys.square().mean(-1), torch.ones(5, 2, 2), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(on.project(x)[:, :, 1], off.project(x)[:, :, 1])
+
+
+@pytest.mark.parametrize("made", [trunk(), trunk(shell=True), head_local(), head_local(shell=True)])
+def test_what_is_stored_builds_the_same_again(made: Projector) -> None:
+    again = build_projector(made.kind, made.parameters(), made.tensors())
+    x = randn(5, 4, 2, 6, seed=3)
+    torch.testing.assert_close(again.project(x), made.project(x))
+
+
+@pytest.mark.parametrize(
+    ("made", "change"),
+    [
+        (trunk(), {"rank": 2}),
+        (trunk(), {"rank": 0}),
+        (trunk(), {"shell_dim": 3}),
+        (head_local(), {"heads": 4}),
+        (head_local(), {"heads": 3}),
+        (head_local(), {"sources": SOURCES[:1]}),
+        (head_local(), {"sources": [[[[0, 2], [1]], SOURCES[0][1]], SOURCES[1]]}),
+        (head_local(), {"sources": [[[[0, 4], [1, 2]], SOURCES[0][1]], SOURCES[1]]}),
+        (head_local(), {"sources": [[[[], []], SOURCES[0][1]], SOURCES[1]]}),
+        (head_local(), {"shell_dim": 1}),
+    ],
+)
+def test_what_does_not_fit_is_refused(made: Projector, change: dict[str, Any]) -> None:
+    with pytest.raises(BundleCorrupt):
+        build_projector(made.kind, made.parameters() | change, made.tensors())
