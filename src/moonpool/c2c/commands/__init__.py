@@ -9,9 +9,11 @@ from moonpool.c2c.commands.advise import advise
 from moonpool.c2c.commands.calibrate import calibrate
 from moonpool.c2c.commands.evaluate import evaluate
 from moonpool.c2c.commands.fit import fit
+from moonpool.c2c.commands.importing import import_checkpoint
 
 app = typer.Typer(help="Cross-model KV: fit a projector bundle, and judge one.", no_args_is_help=True)
 app.command()(fit)
 app.command("eval")(evaluate)
 app.command()(advise)
 app.command()(calibrate)
+app.command("import")(import_checkpoint)
