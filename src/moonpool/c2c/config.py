@@ -19,9 +19,10 @@ from moonpool.c2c.signature import ModelSpec, load_spec
 from moonpool.config import load
 from moonpool.errors import ConfigError, ProtocolError
 
-Mode = Literal["on_put", "on_miss", "hint", "on_load"]
+Mode = Literal["on_put", "on_miss", "hint", "on_load", "fuse"]
 """When a rule converts. Each of the first three includes the weaker ones: `on_put` ⊃ `on_miss` ⊃ `hint`. `on_load` stands apart:
-the converter makes nothing, and the target's engine reads source pages and converts them itself when a request needs them."""
+the converter makes nothing, and the target's engine reads source pages and converts them itself when a request needs them. `fuse`
+converts nothing: the target's engine prefills, and then improves its own cache with the source's pages."""
 
 Pays = Literal["auto", "always"]
 """Whether the cost model has a say. `auto`: converted pages are made and taken only where that is faster than computing, which
@@ -97,6 +98,9 @@ class C2CConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     models: dict[str, Model] = {}
     rules: list[Rule] = []
+    """Those that convert, in the file's order."""
+    fusions: list[Rule] = []
+    """Those of mode `fuse`, which are the target's engine's alone; at most one for each target."""
     page_size: int = 16
     workers: int = 1
     queue_pages: int = 8192
@@ -135,6 +139,7 @@ def check(file: C2CFile, *, name: str = "c2c config") -> None:
     """Everything that can be wrong without opening a model. Raises ConfigError with the place in its key."""
     _check_bounds(file, name)
     seen: set[tuple[str, str]] = set()
+    fused: set[str] = set()
     for i, rule in enumerate(file.rules):
         place = f"{name}: rules[{i}]"
         for role in (rule.source, rule.target):
@@ -148,6 +153,9 @@ def check(file: C2CFile, *, name: str = "c2c config") -> None:
         if (rule.source, rule.target) in seen:
             raise ConfigError(f"second rule for {rule.source} → {rule.target}", key=place, fix="Keep one of them.")
         seen.add((rule.source, rule.target))
+        if rule.mode == "fuse" and rule.target in fused:
+            raise ConfigError(f"second source fused into {rule.target}", key=place, fix="Keep one of them.")
+        fused |= {rule.target} if rule.mode == "fuse" else set()
     cycle = _cycle(sorted(seen))
     if cycle and not (file.allow_cycles and len(set(cycle)) > 1):
         raise ConfigError(
@@ -200,7 +208,8 @@ def resolve(file: C2CFile, roots: list[Path]) -> C2CConfig:
         models[name] = Model(name, ref, spec, spec.identity(file.page_size).digest())
     return C2CConfig(
         models=models,
-        rules=[_rule(rule, models, roots) for rule in file.rules],
+        rules=[_rule(rule, models, roots) for rule in file.rules if rule.mode != "fuse"],
+        fusions=[_rule(rule, models, roots) for rule in file.rules if rule.mode == "fuse"],
         page_size=file.page_size,
         workers=file.workers,
         queue_pages=file.queue_pages,
