@@ -57,6 +57,13 @@ class SequenceKV:
         new[:, :, :held] = old
         return new
 
+    def copy(self) -> SequenceKV:
+        """The same KV in memory of its own."""
+        made = SequenceKV.__new__(SequenceKV)
+        made._dims, made.length = self._dims, self.length
+        made.keys, made.values = self._moved(self.keys, self.capacity), self._moved(self.values, self.capacity)
+        return made
+
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
         """Put (k, v), each `[tokens, layers, heads, dim]`, at token `start`. `length` stays; the caller moves it."""
         end = start + k.shape[0]

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from transformers import AutoTokenizer
 
 from moonpool.c2c.calibration import rule_cost
@@ -17,6 +18,7 @@ from moonpool.c2c.config import C2CConfig, Rule
 from moonpool.c2c.converter import load_conversion
 from moonpool.c2c.signature import ModelSpec
 from moonpool.clock import Clock, SystemClock
+from moonpool.engine.fuse import Fusion, LoadFuser, load_fuser
 from moonpool.engine.model import Compute, Runner
 from moonpool.engine.onload import LoadRule, OnLoad
 from moonpool.engine.pays import Payoff
@@ -40,7 +42,8 @@ class Instance:
 
     `origins` says which bundles' pages this model may take: a fixed list of digests, or a function of the request's own wish
     (`C2CConfig.origins`). Of the rules in `c2c` those for this model are asked whether a converted prefix pays, and those of
-    mode `on_load` are run here; `load_rule` makes their conversions (default: fetch, verify and check the bundle).
+    modes `on_load` and `fuse` are run here; `load_rule` and `load_fuse_rule` make their conversions (default: fetch, verify and
+    check the bundle).
     Without a pool nothing is loaded or stored. The pool is not closed: whoever opened it does.
     Raises ModelError if model or tokenizer cannot be loaded, ConfigError for limits that make no sense.
     """
@@ -55,6 +58,7 @@ class Instance:
         origins: Origins | Sequence[str] = (),
         c2c: C2CConfig | None = None,
         load_rule: LoadRule | None = None,
+        load_fuse_rule: LoadFuser | None = None,
         limits: Limits | None = None,
         compute: Compute = "auto",
         device: str = "cpu",
@@ -70,6 +74,7 @@ class Instance:
         self._eos = self._runner.eos
         shape = self._runner.shape
         self._on_load = _on_load(pool, spec, c2c, load_rule, self._clock) if pool and c2c else None
+        self._fusion = _fusion(pool, spec, c2c, load_fuse_rule, self._runner.device) if pool and c2c else None
         payoff = _payoff(spec, c2c, device) if c2c else None
         loader = (
             PrefixLoader(pool, shape, _origins(origins), on_load=self._on_load, payoff=payoff, clock=self._clock)
@@ -77,7 +82,7 @@ class Instance:
             else None
         )
         self._publisher = Publisher(pool, shape, self._clock, depth=limits.store_queue) if pool else None
-        self._scheduler = Scheduler(self._runner, loader, self._publisher, limits, self._clock)
+        self._scheduler = Scheduler(self._runner, loader, self._publisher, limits, self._clock, fusion=self._fusion)
 
     # -- text
 
@@ -163,9 +168,9 @@ class Instance:
         return self._scheduler.stats()
 
     def wait_ready(self, timeout: float) -> bool:
-        """Wait until the bundles of `on_load` rules are loaded or refused; False after `timeout` seconds. Requests need not
-        wait: until then these rules serve nothing."""
-        return self._on_load is None or self._on_load.wait_ready(timeout)
+        """Wait until the bundles of `on_load` and `fuse` rules are loaded or refused; False after `timeout` seconds (for each of
+        the two). Requests need not wait: until then these rules serve nothing."""
+        return all(part is None or part.wait_ready(timeout) for part in (self._on_load, self._fusion))
 
     @property
     def closed(self) -> bool:
@@ -174,8 +179,9 @@ class Instance:
     def close(self, timeout: float = 10.0) -> None:
         """Fail what runs, store what was computed (for at most `timeout` seconds), end the threads."""
         self._scheduler.close(timeout)
-        if self._on_load:
-            self._on_load.close(timeout)
+        for part in (self._on_load, self._fusion):
+            if part:
+                part.close(timeout)
         if self._publisher:
             self._publisher.close(timeout)
 
@@ -197,6 +203,15 @@ def _on_load(pool: KVPool, spec: ModelSpec, c2c: C2CConfig, load: LoadRule | Non
     rules = [r for r in _rules_for(spec, c2c) if r.mode == "on_load"]
     make = load or (lambda rule: load_conversion(rule, c2c))
     return OnLoad(pool, rules, make, clock, batch_pages=c2c.batch_pages).start() if rules else None
+
+
+def _fusion(
+    pool: KVPool, spec: ModelSpec, c2c: C2CConfig, load: LoadFuser | None, device: torch.device
+) -> Fusion | None:
+    owner = spec.identity(c2c.page_size).digest()
+    rule = next((r for r in c2c.fusions if r.target.owner == owner), None)
+    make = load or (lambda rule: load_fuser(rule, c2c))
+    return Fusion(pool, rule, make, page_size=c2c.page_size, device=device).start() if rule else None
 
 
 def _payoff(spec: ModelSpec, c2c: C2CConfig, device: str) -> Payoff | None:

@@ -33,7 +33,13 @@ def extension_json(result: GenerateResult) -> Json:
     """The answer's field `moonpool`: where the prompt's tokens came from and where the time went (seconds)."""
     t, u = result.timing, result.usage
     return {
-        "tokens": {"native": u.native, "converted": u.converted, "computed": u.computed, "declined": u.declined},
+        "tokens": {
+            "native": u.native,
+            "converted": u.converted,
+            "computed": u.computed,
+            "declined": u.declined,
+            "fused": u.fused,
+        },
         "seconds": {
             "queue": t.queue,
             "lookup": t.lookup,

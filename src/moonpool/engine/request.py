@@ -114,6 +114,8 @@ class Usage:
     computed: int
     declined: int = 0
     """Of those computed: a conversion could have given them, but computing them was faster."""
+    fused: int = 0
+    """Whose cache was improved with another model's, however the target had come by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

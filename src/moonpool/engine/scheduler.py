@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from moonpool.clock import Clock
+from moonpool.engine.fuse import Fusion, SourceKV, Unfused
 from moonpool.engine.model import Runner
 from moonpool.engine.plan import plan_prefix
 from moonpool.engine.prefix import LoadCounters, PrefixLoader
@@ -64,9 +65,16 @@ class Scheduler:
     """Runs `RunningSequence`s to their end. `close` may be called twice; after it `submit` raises EngineClosed."""
 
     def __init__(
-        self, runner: Runner, loader: PrefixLoader | None, publisher: Publisher | None, limits: Limits, clock: Clock
+        self,
+        runner: Runner,
+        loader: PrefixLoader | None,
+        publisher: Publisher | None,
+        limits: Limits,
+        clock: Clock,
+        *,
+        fusion: Fusion | None = None,
     ) -> None:
-        self._runner, self._loader, self._publisher = runner, loader, publisher
+        self._runner, self._loader, self._publisher, self._fusion = runner, loader, publisher, fusion
         self._limits, self._clock = limits, clock
         self._cond = threading.Condition()
         self._waiting: list[RunningSequence] = []
@@ -162,6 +170,10 @@ class Scheduler:
             seq.timing.queue = start - seq.submitted
             seq.keys = seq.identity.page_keys(seq.request.prompt) if self._loader else []
         allow = seq.request.allow_converted
+        if self._fusion and not isinstance(seq.fusing, SourceKV):
+            seq.fusing = self._fusion.fetch(seq.keys, len(seq.request.prompt), allow)
+        if isinstance(seq.fusing, SourceKV):
+            allow = False  # what is fused is the target's own cache
         matches = self._loader.lookup(seq.keys, allow) if self._loader else []
         looked = self._clock.now()
         seq.timing.lookup += looked - start
@@ -207,6 +219,8 @@ class Scheduler:
         assert seq.kv is not None
         start = self._clock.now()
         chunk = seq.next_chunk(self._limits.prefill_chunk)
+        if source := seq.fuse_now():
+            self._fuse(seq, source)
         wanted = seq.wanted_logits(seq.kv.length + len(chunk), len(chunk))
         logits = self._runner.forward([seq.kv], [chunk], keep=wanted)[0]
         now = self._clock.now()
@@ -216,6 +230,17 @@ class Scheduler:
             self._store(seq)  # before the answer: another request may want this prefix now
             seq.accept(logits[-1], now)
         return True
+
+    def _fuse(self, seq: RunningSequence, source: SourceKV) -> None:
+        """Store what the sequence computed natively, then go on over the fused cache."""
+        assert self._fusion is not None
+        assert seq.kv is not None
+        self._store(seq)
+        made = self._fusion.apply(seq.kv, source)
+        if isinstance(made, Unfused):
+            seq.fusing = made
+        else:
+            seq.kv, seq.fused = made, True
 
     def _decode(self, batch: list[RunningSequence]) -> bool:
         """One token for each sequence."""
@@ -230,7 +255,7 @@ class Scheduler:
 
     def _store(self, seq: RunningSequence) -> None:
         """Offer the pages that became complete since the last time, if this sequence computed them natively."""
-        if self._publisher is None or seq.kv is None or seq.plan is None:
+        if self._publisher is None or seq.kv is None or seq.plan is None or seq.fused:
             return
         pages = [i for i in seq.plan.storable(seq.kv.length) if i >= seq.stored_to]
         seq.stored_to = seq.kv.length // seq.plan.page_size

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.cache import SequenceKV
+from moonpool.engine.fuse import SourceKV, Unfused
 from moonpool.engine.plan import Kind, Load, PrefixPlan
 from moonpool.engine.request import (
     Event,
@@ -50,6 +51,8 @@ class RunningSequence:
         self.kv: SequenceKV | None = None
         self.plan: PrefixPlan | None = None
         self.generated: list[int] = []
+        self.fusing: SourceKV | Unfused | None = None  # None: nobody wants this request fused
+        self.fused = False
         self.stored_to = 0  # pages below this index were offered to the pool
         self.finish_reason: FinishReason | None = None
         self._cursor = 0
@@ -71,7 +74,8 @@ class RunningSequence:
     def next_chunk(self, limit: int) -> list[int]:
         """The prompt tokens to compute next: up to the next multiple of `limit`, or to the end of the plan's step.
 
-        Cutting at absolute multiples makes the chunks behind a hit the very chunks of a run without one.
+        Cutting at absolute multiples makes the chunks behind a hit the very chunks of a run without one. A sequence that is to
+        be fused stops before its last token, for that.
         """
         assert self.kv is not None
         assert self.plan is not None
@@ -80,9 +84,18 @@ class RunningSequence:
             self._cursor += 1
         start = self.kv.length
         end = min(step.end, (start // limit + 1) * limit)
+        if isinstance(self.fusing, SourceKV) and start < len(self.request.prompt) - 1:
+            end = min(end, len(self.request.prompt) - 1)
         if end == step.end:
             self._cursor += 1
         return self.request.prompt[start:end]
+
+    def fuse_now(self) -> SourceKV | None:
+        """What to fuse with before the chunk that `next_chunk` gave; None if this is not the time, or nothing is wanted."""
+        assert self.kv is not None
+        if self.fused or self.kv.length != len(self.request.prompt) - 1:
+            return None
+        return self.fusing if isinstance(self.fusing, SourceKV) else None
 
     def wanted_logits(self, end: int, count: int) -> int:
         """How many of the last `count` positions before `end` have logits that somebody wants."""
@@ -171,5 +184,11 @@ class RunningSequence:
             return Usage(prompt, 0, 0, 0, 0)
         native, converted = self.plan.count(Kind.NATIVE), self.plan.count(Kind.CONVERTED)
         return Usage(
-            prompt, len(self.generated), native, converted, self.plan.computed_tokens, declined=self.plan.declined
+            prompt,
+            len(self.generated),
+            native,
+            converted,
+            self.plan.computed_tokens,
+            declined=self.plan.declined,
+            fused=self.fusing.tokens if self.fused and isinstance(self.fusing, SourceKV) else 0,
         )

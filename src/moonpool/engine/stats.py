@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from moonpool.engine.fuse import Unfused
 from moonpool.engine.prefix import LoadCounters
 from moonpool.engine.publish import StoreCounters
 from moonpool.engine.sequence import RunningSequence
@@ -57,6 +58,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Converted by this engine in its own load step."""
     on_load_failed: int = 0
     """Could not be converted in time, or at all; computed instead."""
+    requests_fused: int = 0
+    """Whose cache was improved with another model's."""
+    requests_unfused: int = 0
+    """Wanted that, but the source's pages were not all there, or its fuser was not."""
+    tokens_fused: int = 0
 
 
 @dataclass(slots=True)
@@ -73,6 +79,9 @@ class Totals:
     computed: int = 0
     generated: int = 0
     declined: int = 0
+    fused: int = 0
+    unfused: int = 0
+    tokens_fused: int = 0
     queue: float = 0.0
     lookup: float = 0.0
     load: float = 0.0
@@ -94,6 +103,9 @@ class Totals:
         self.computed += usage.computed
         self.generated += usage.completion
         self.declined += usage.declined
+        self.fused += seq.fused
+        self.unfused += isinstance(seq.fusing, Unfused)
+        self.tokens_fused += usage.fused
         for name in ("queue", "lookup", "load", "prefill", "decode", "ttft"):
             setattr(self, name, getattr(self, name) + getattr(seq.timing, name))
 
@@ -127,6 +139,9 @@ class Totals:
             prefixes_too_short=load.decisions["too_short"],
             prefixes_too_slow=load.decisions["too_slow"],
             tokens_declined=self.declined,
+            requests_fused=self.fused,
+            requests_unfused=self.unfused,
+            tokens_fused=self.tokens_fused,
             on_load_pages=load.on_load["converted"],
             on_load_failed=load.on_load.total() - load.on_load["converted"] - load.on_load["not_stored"],
         )
