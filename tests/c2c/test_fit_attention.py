@@ -90,7 +90,7 @@ def test_a_verdict_sees_what_the_layers_would_predict() -> None:
 def test_averaged_rows_obey_the_plain_rows_map(store: CaptureStore) -> None:
     """A model against itself: averaged values are still its own values."""
     told = documents(6, 64)
-    found = averaged(Pass(store, store, Weighting()), told, [[0], [1]], 16, QUIET)
+    found = averaged(Pass(store, store, Weighting()), told, [[0], [1]], 2 * 16, 16, QUIET)
     assert found[1].layers == [1]
     width = found[1].xy.shape[1]
     values = found[1].cross([0], slice(0, width))[width:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from rich.console import Console
@@ -52,6 +53,20 @@ def test_more_rank_leaves_less_and_the_held_out_rows_choose_the_ridge(stores: St
         assert left[-1] == pytest.approx(min(sum(1 - layer.r2 for layer in f.layers) for f in each))
     assert left == sorted(left, reverse=True)
     assert left[0] > left[2] * 1.1
+
+
+def test_a_trunks_values_are_repaired_from_its_latent(stores: Stores) -> None:
+    options = FitOptions(rank=24, judged_documents=2, queries=16)
+    plain = fit_trunk(*stores, PARTS, options, QUIET)
+    repaired = fit_trunk(*stores, PARTS, msgspec.structs.replace(options, repair_values=True), QUIET)
+    rows_ = Pass(*stores, Weighting())
+    before, after = (scores(rows_, f.projector, PARTS.choose, 16) for f in (plain, repaired))
+    gained = [b.values - a.values for b, a in zip(before, after, strict=True)]
+    shares = [f.averaged for f in repaired.layers if f.half == "v"]
+    assert [g > 1e-6 for g in gained] == [s > 0 for s in shares]
+    assert min(gained) > -1e-6
+    assert any(shares)
+    assert [a.keys for a in after] == pytest.approx([b.keys for b in before])
 
 
 def test_head_local_finds_a_models_own_heads(stores: Stores) -> None:

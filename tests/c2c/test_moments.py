@@ -99,6 +99,16 @@ def test_a_part_is_the_moments_of_its_columns() -> None:
     torch.testing.assert_close(part.mean_y(slice(0, 2)), y[:, [4, 0]].double().mean(0))
 
 
+def test_moments_of_a_product_are_those_of_its_rows() -> None:
+    x, y = data(50)
+    down = torch.randn(12, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    found = gathered(x, y).through(down)
+    both = torch.cov(torch.cat([x.double() @ down, y.double()], 1).T, correction=0)
+    torch.testing.assert_close(found.covariance([0], [0]), both[:3, :3], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.cross([0], slice(0, 5)), both[:3, 3:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.mean_x([0]), (x.double() @ down).mean(0), rtol=1e-6, atol=1e-5)
+
+
 def test_scaled_rows_weigh_more_in_a_merge() -> None:
     x, y = data(20)
     one, two = gathered(x[:8], y[:8]), gathered(x[8:], y[8:])

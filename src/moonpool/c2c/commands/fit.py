@@ -79,7 +79,7 @@ def fit(
         float, typer.Option(min=0, max=1, help="how much the attention that a token gets weighs its row")
     ] = 0.0,
     repair_values: Annotated[
-        bool, typer.Option("--repair-values", help="fit values also to attention-averaged rows (--variant full)")
+        bool, typer.Option("--repair-values", help="fit values also to attention-averaged rows (not for head-local)")
     ] = False,
     ridge: Annotated[
         list[float] | None, typer.Option(help="relative ridge term to try; repeat [default: 1e-5 to 1e-1]")
@@ -105,8 +105,12 @@ def fit(
     from moonpool.c2c.fitting.ridge import Documents
     from moonpool.c2c.fitting.selection import LAMBDAS
 
-    if variant is not Variant.FULL and (steps or repair_values):
-        raise ConfigError("only the full variant can be distilled or repaired here", have=f"--variant {variant.value}")
+    if variant is not Variant.FULL and steps:
+        raise ConfigError(
+            "only the full variant is distilled by fit", have=f"--variant {variant.value}", need="--steps 0"
+        )
+    if variant is Variant.HEAD_LOCAL and repair_values:
+        raise ConfigError("a head-local fit has no --repair-values", need="--variant full or trunk")
     console, pair = open_console(), open_stores(source, target, work)
     parts = split_texts(pair, text, tokens, seed, prefix, held)
     asked = fact_documents(pair, prefix, facts, seed + OTHER_FACTS)
@@ -145,6 +149,8 @@ def _closed_form(
 ) -> Projector:
     from moonpool.c2c.fitting.headlocal import fit_head_local
     from moonpool.c2c.fitting.ridge import fit_linear
+    from moonpool.c2c.fitting.selection import LAMBDAS
+    from moonpool.c2c.fitting.trunk import LAMBDAS as FEW
     from moonpool.c2c.fitting.trunk import fit_trunk
 
     match variant:
@@ -157,7 +163,8 @@ def _closed_form(
             _show(pair, documents, options[0], local.projector, local.layers, console)
             return local.projector
         case Variant.TRUNK:
-            trunk = fit_trunk(*pair, documents, options[0], console)
+            ridges = FEW if options[0].lambdas == LAMBDAS else options[0].lambdas
+            trunk = fit_trunk(*pair, documents, options[0], console, ridges)
             _show(pair, documents, options[0], trunk.projector, trunk.layers, console)
             return trunk.projector
 

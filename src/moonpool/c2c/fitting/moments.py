@@ -105,6 +105,16 @@ class Moments:
         found.weight, found.done = self.weight.clone(), self.done
         return found
 
+    def through(self, down: Tensor) -> Moments:
+        """Moments of the rows `x · down` (`down` fp64 `[D, r]`), which stand as one source layer 0."""
+        half = down.T @ (self.xx.triu() @ down)
+        found = Moments([], 1, 0)
+        found.layers, found.layer_width, found.done = [0], down.shape[1], self.done
+        found.xx, found.xy = half + half.T - down.T @ (self.xx.diagonal()[:, None] * down), down.T @ self.xy
+        found.x, found.y, found.y2 = self.x @ down, self.y, self.y2
+        found.shift_x, found.shift_y, found.weight = self.shift_x @ down, self.shift_y, self.weight
+        return found
+
     def scaled(self, factor: float) -> Moments:
         """The same rows with `factor` times the weight."""
         found = Moments([], 1, 0)

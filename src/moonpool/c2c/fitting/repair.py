@@ -46,14 +46,12 @@ class _Layer:
 
 
 def averaged(
-    rows: Pass, documents: Sequence[Tensor], sources: Sequence[list[int]], queries: int, console: Console
+    rows: Pass, documents: Sequence[Tensor], sources: Sequence[list[int]], width: int, queries: int, console: Console
 ) -> list[Moments]:
-    """Moments of averaged rows for each target layer, from its source layers `sources[t]` (places) to its values.
-
-    One row per query, the query heads taking turns. Memory: 8 B x Σ (source columns of a layer)², and `_ROWS_AT_ONCE` rows.
-    """  # fmt: skip
-    source, target = 2 * width_of(rows.source.spec), width_of(rows.target.spec)
-    layers = [_Layer(at, Moments(at, source, target)) for at in sources]
+    """Moments of averaged rows for each target layer, from its source layers `sources[t]` (places, `width` columns each) to its
+    values. One row per query, the query heads taking turns. Memory: 8 B x Σ (source columns of a layer)², and some rows."""
+    target = width_of(rows.target.spec)
+    layers = [_Layer(at, Moments(at, width, target)) for at in sources]
     for tokens in track(documents, "averaged values", console=console, transient=True):
         x, y, _ = rows.document(tokens)
         for t, native in enumerate(asked(rows.target, tokens, range(len(layers)), queries)):

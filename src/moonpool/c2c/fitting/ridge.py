@@ -88,7 +88,8 @@ def _repaired(start: Prepared, halves: Sequence[list[_Half]], console: Console) 
     """The same keys; values solved again with averaged rows where held-out documents gain by it."""
     options = start.options
     told = start.documents.train[: options.repair_documents]
-    rows = averaged(start.rows, told, [pair[1].solution.at for pair in halves], options.queries, console)
+    read = [pair[1].solution.at for pair in halves]
+    rows = averaged(start.rows, told, read, 2 * width_of(start.rows.source.spec), options.queries, console)
     repair = Repair(start.moments, start.holdout, options.lambdas)
     return [
         [keys, _Half(*repair(values.solution, rows[t], start.columns(t, 1), start.judges[t]))]

@@ -4,6 +4,8 @@ With G the correlations of x, C their covariance with y (each target layer and h
 drowned) and G + λ = L Lᵀ, the best map of rank r is the ridge's solution projected on the r leading eigenvectors U of Cᵀ (G + λ)⁻¹ C:
 
     z = x · (G + λ)⁻¹ C U          y = z · Uᵀ
+
+The values' heads may then be solved again from the latent, with attention-averaged rows (`repair`).
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from rich.console import Console
 from torch import Tensor
 
 from moonpool.c2c.fitting.capture import CaptureStore
-from moonpool.c2c.fitting.gather import Documents, width_of
+from moonpool.c2c.fitting.gather import Documents, Pass, Rows, width_of
 from moonpool.c2c.fitting.prepare import FitOptions, LayerFit, Prepared, prepare
+from moonpool.c2c.fitting.repair import Repair, averaged
 from moonpool.c2c.fitting.ridge import progress
-from moonpool.c2c.fitting.selection import cholesky
+from moonpool.c2c.fitting.selection import Holdout, Solution, cholesky
 from moonpool.c2c.projectors.trunk import TrunkParameters, TrunkProjector
 from moonpool.errors import ConversionError
 
@@ -42,15 +45,60 @@ def fit_trunk(
     """Fit a latent of `options.rank` numbers a token. Raises as `fit_linear`."""
     d, e = 2 * width_of(source.spec) * source.spec.num_layers, 2 * width_of(target.spec) * target.spec.num_layers
     start = prepare(source, target, documents, options, console, extra=8 * (3 * d * d + 3 * d * e + 3 * e * e))
+    made, ridge = _best(start, lambdas, min(options.rank, d, e), console)
+    shares = [0.0] * target.spec.num_layers
+    if options.repair_values:
+        made, shares = _repaired(start, made, ridge, console)
+    every, left = list(start.moments.layers), _residual(start, made).tolist()
+    layers = [
+        LayerFit(i // 2, "kv"[i % 2], every, ridge, 1 - r, averaged=i % 2 * shares[i // 2]) for i, r in enumerate(left)
+    ]
+    return TrunkFit(made, layers, ridge)
+
+
+def _best(start: Prepared, lambdas: tuple[float, ...], rank: int, console: Console) -> tuple[TrunkProjector, float]:
     best: tuple[float, float, TrunkProjector] | None = None
-    for ridge in progress(range(len(lambdas)), "ridge terms", console):
-        made = _solve(start, lambdas[ridge], min(options.rank, d, e))
-        left = _error(start, made)
+    for i in progress(range(len(lambdas)), "ridge terms", console):
+        made = _solve(start, lambdas[i], rank)
+        left = float(_residual(start, made).mean())
         if best is None or left < best[0]:
-            best = (left, lambdas[ridge], made)
+            best = (left, lambdas[i], made)
     if best is None:
         raise ConversionError("no ridge term to try", need="at least one λ")
-    return TrunkFit(best[2], _describe(start, best[2], best[1]), best[1])
+    return best[2], best[1]
+
+
+class _Latent(Pass):
+    """Rows whose x is the latent, `[N, 1, rank]`."""
+
+    def __init__(self, rows: Pass, down: Tensor) -> None:
+        super().__init__(rows.source, rows.target, rows.weighting)
+        self._down = down
+
+    def document(self, tokens: Tensor) -> Rows:
+        x, y, w = super().document(tokens)
+        return (x.flatten(1) @ self._down)[:, None], y, w
+
+
+def _repaired(
+    start: Prepared, made: TrunkProjector, ridge: float, console: Console
+) -> tuple[TrunkProjector, list[float]]:
+    """The values' heads solved again with averaged rows where held-out documents gain by it, and the rows' share per layer."""
+    options, tensors = start.options, made.tensors()
+    down, up, bias = tensors["down.weight"], tensors["up.weight"].clone(), tensors["bias"].clone()
+    told, layers = start.documents.train[: options.repair_documents], len(bias)
+    rows = averaged(_Latent(start.rows, down), told, [[0]] * layers, down.shape[1], options.queries, console)
+    held = Holdout((start.holdout.x.flatten(1) @ down)[:, None], start.holdout.y, start.holdout.weight)
+    repair = Repair(start.moments.through(down.to(torch.float64)), held, options.lambdas)
+    shares = []
+    for t in range(layers):
+        columns = start.columns(t, 1)
+        plain = Solution([0], up[:, columns].clone(), bias[t, 1].clone(), ridge, 0.0)
+        found, share = repair(plain, rows[t], columns, start.judges[t])
+        up[:, columns], bias[t, 1] = found.weight, found.bias
+        shares.append(share)
+    parameters = msgspec.convert(made.parameters(), TrunkParameters)
+    return TrunkProjector(parameters, down, up, bias, start.rows.weighting.gains), shares
 
 
 def _solve(start: Prepared, ridge: float, rank: int) -> TrunkProjector:
@@ -95,13 +143,3 @@ def _residual(start: Prepared, made: TrunkProjector) -> Tensor:
     mean = start.moments.mean_y(slice(0, h.y.shape[1])).float()
     left, all_ = (((h.y - t).square() * h.weight[:, None]).sum(0).view(-1, width).sum(1) for t in (found, mean))
     return left / all_.clamp(min=1e-12)
-
-
-def _error(start: Prepared, made: TrunkProjector) -> float:
-    return float(_residual(start, made).mean())
-
-
-def _describe(start: Prepared, made: TrunkProjector, ridge: float) -> list[LayerFit]:
-    every = list(start.moments.layers)
-    left = _residual(start, made).tolist()
-    return [LayerFit(i // 2, "kv"[i % 2], every, ridge, 1 - r) for i, r in enumerate(left)]
