@@ -198,6 +198,14 @@ def test_calibrate_measures_and_advise_uses_it() -> None:
     refused = CliRunner().invoke(app, ["advise", *pair, "--hardware", "this"])
     assert refused.exit_code == 2
     assert "moonpool c2c calibrate" in refused.output
+    for wrong, says in (
+        (["--device", "abacus"], "no such device"),
+        (["--tier", "tape"], "tier"),
+        (["--network", "x"], "network"),
+    ):
+        result = CliRunner().invoke(app, ["calibrate", *pair, *wrong])
+        assert result.exit_code == 2
+        assert says in result.output
     shown = invoke("calibrate", *pair, "--bundle", bundle, "--network", "2.5", "--min-tokens", "7", "--json")
     found = msgspec.json.decode(shown, type=Calibration)
     assert found == find_calibration(load_spec(large), load_spec(small))

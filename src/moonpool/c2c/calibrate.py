@@ -19,11 +19,10 @@ from moonpool.c2c.convert import Conversion
 from moonpool.c2c.cost import span_flops
 from moonpool.c2c.pages import pack, unpack
 from moonpool.c2c.signature import ModelSpec
+from moonpool.errors import ModelError
 from moonpool.store.base import KVPool
 
 PREFILL_TOKENS = 512
-_CHUNK = 256
-"""The engine's own prefill chunk."""
 _CONVERT_TOKENS = 1024
 _LAYERS_READ = 4
 _WEIGHTS_AT_ONCE = 8
@@ -44,16 +43,38 @@ def _best(step: Callable[[], None], rounds: int = 5) -> float:
     return min(seconds)
 
 
-def measure_prefill(model: Any, spec: ModelSpec) -> float:
-    """FLOP/s of the target's prefill in the engine's chunks; `model` is a `CausalModel`."""
+@torch.inference_mode()
+def measure_prefill(folder: str, spec: ModelSpec, device: torch.device) -> float:
+    """FLOP/s of the target's prefill, in the type that the engine computes in: fp32 on a CPU, else bf16. Raises ModelError."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True).base_model
+    except (OSError, ValueError, RuntimeError) as e:
+        raise ModelError(f"cannot load the model: {e}", key=folder) from e
+    model.to(device).eval()
     length = min(PREFILL_TOKENS, spec.max_positions)
-    tokens = torch.randint(0, spec.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
-    return span_flops(spec, 0, length) / _best(lambda: model.kv(tokens, chunk=_CHUNK))
+    tokens = torch.randint(0, spec.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def prefill() -> None:
+        model(input_ids=tokens, use_cache=True)
+        _wait_for(device)
+
+    return span_flops(spec, 0, length) / _best(prefill)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @torch.inference_mode()
 def measure_gemm(source: ModelSpec, target: ModelSpec) -> float:
-    """FLOP/s of fp32 products of the default variant's shapes: tokens × (4 source layers) by (4 source layers) × target."""
+    """FLOP/s on the CPU, where conversion runs, of fp32 products of the default variant's shapes:
+    tokens × (4 source layers) by (4 source layers) × target."""
     rows, width = _LAYERS_READ * source.page_shape(1).width, target.page_shape(1).width
     x, y = torch.randn(_CONVERT_TOKENS, rows), torch.empty(_CONVERT_TOKENS, width)
     weights = [torch.randn(rows, width) for _ in range(_WEIGHTS_AT_ONCE)]
@@ -79,14 +100,15 @@ def measure_convert(bundle: Bundle, source: ModelSpec, target: ModelSpec, page_s
     return _best(convert) / (count * page_size)
 
 
-def measure_memory(pool: KVPool, target: ModelSpec, page_size: int) -> tuple[float, float]:
-    """(bytes/s from the pool's memory into an fp32 cache, seconds that a request's first page costs beyond its bytes)."""
+def measure_memory(pool: KVPool, target: ModelSpec, page_size: int, device: torch.device) -> tuple[float, float]:
+    """(bytes/s from the pool's memory into a cache on `device`, seconds that a request's first page costs beyond its bytes)."""
     page = bytes(_page(target, page_size))
     count = max(1, min(128, _POOL_BYTES // len(page) // 2))
     keys = target.identity(page_size, salt="calibration").page_keys(range(count * page_size))
     pool.batch_put([k.text for k in keys], [page] * count)
     shape = target.page_shape(page_size)
-    cache = torch.zeros(2, shape.layers, shape.heads, count * page_size, shape.dim)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    cache = torch.zeros(2, shape.layers, shape.heads, count * page_size, shape.dim, dtype=dtype, device=device)
 
     def read(pages: int) -> None:
         with pool.open_read([m.key for m in pool.lookup(keys[:pages]) if m]) as lease:
@@ -96,7 +118,8 @@ def measure_memory(pool: KVPool, target: ModelSpec, page_size: int) -> tuple[flo
                     at = slice(i * page_size, (i + 1) * page_size)
                     cache[0, :, :, at] = k.permute(1, 2, 0, 3)
                     cache[1, :, :, at] = v.permute(1, 2, 0, 3)
-                    del k, v
+                    del k, v  # no tensor may outlive the lease
+            _wait_for(device)
 
     many, one = _best(lambda: read(count)), _best(lambda: read(1), rounds=20)
     pool.batch_remove([k.text for k in keys])

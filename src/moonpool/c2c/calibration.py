@@ -103,14 +103,14 @@ def find_calibration(source: ModelSpec, target: ModelSpec, cache_dir: Path | Non
     return found
 
 
-def rule_cost(rule: Rule, cache_dir: Path | None = None, *, device: str = "cpu") -> PairCost | None:
-    """What the rule's pages cost a target on `device`; None where the cost model has no say: `pays: always`, or no calibration
-    of that device."""
+def rule_cost(rule: Rule, cache_dir: Path | None = None, *, device: str = "") -> PairCost | None:
+    """What the rule's pages cost a target on `device` (empty: on whichever was calibrated); None where the cost model has no
+    say: `pays: always`, or no calibration."""
     if rule.pays == "always":
         return None
     source, target = rule.source.spec, rule.target.spec
     found = find_calibration(source, target, cache_dir)
-    if found is None or found.device != device or not target.intermediate:
+    if found is None or (device and found.device != device) or not target.intermediate:
         return None
     return found.cost(source, target, rule.digest)
 

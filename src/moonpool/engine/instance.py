@@ -75,7 +75,7 @@ class Instance:
         shape = self._runner.shape
         self._on_load = _on_load(pool, spec, c2c, load_rule, self._clock) if pool and c2c else None
         self._fusion = _fusion(pool, spec, c2c, load_fuse_rule, self._runner.device) if pool and c2c else None
-        payoff = _payoff(spec, c2c, device) if c2c else None
+        payoff = _payoff(spec, c2c, self._runner.device.type) if c2c else None
         loader = (
             PrefixLoader(pool, shape, _origins(origins), on_load=self._on_load, payoff=payoff, clock=self._clock)
             if pool
