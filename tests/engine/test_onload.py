@@ -21,6 +21,7 @@ from moonpool.engine.onload import OnLoad
 from moonpool.engine.request import GenerateRequest, GenerateResult
 from moonpool.engine.stats import EngineStats
 from moonpool.errors import BundleCorrupt, NoSpace
+from moonpool.keys import PageKey
 from moonpool.store.embedded import EmbeddedPool
 from moonpool.system import System, bundled_system
 from moonpool.testing.fake_clock import FakeClock
@@ -163,8 +164,11 @@ def test_a_full_pool_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- the bundled pair, end to end
 
-TOKENS = 200
-SMALL = "moon-small"
+TOKENS, SMALL, LARGE = 200, "moon-small", "moon-large"
+PROMPT = [5 + i * 7919 % 2000 for i in range(TOKENS)]
+OTHERS = [PROMPT[::-1], PROMPT[100:] + PROMPT[:100]]
+INNER = 160
+"""Tokens of a prompt's twelve whole pages but the first and the last."""
 
 
 def c2c(**changes: object) -> C2CConfig:
@@ -177,122 +181,125 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONPOOL_CACHE", str(tmp_path / "cache"))
 
 
-PROMPT = [5 + i * 7919 % 2000 for i in range(TOKENS)]
-INNER = 160
-"""Tokens of the prompt's twelve whole pages but the first and the last."""
-
-
-def serve(config: C2CConfig, allow: bool | None = None, *, times: int = 1) -> tuple[GenerateResult, Instance, System]:
-    """The large model prefills, the small one answers the same prompt; the system is closed again."""
-    with no_leaks(), System(config, capacity=64 << 20) as system:
-        large, small = system.instances["moon-large"], system.instances[SMALL]
-        assert small.wait_ready(30)
-        large.generate(GenerateRequest(prompt=PROMPT, max_tokens=1))
-        assert large.flush()
-        system.pool.converter.wait_ready(30)
-        for _ in range(times):
-            result = small.generate(
-                GenerateRequest(prompt=PROMPT, max_tokens=4, ignore_eos=True, prompt_logits=1, allow_converted=allow)
-            )
-        return result, small, system
-
-
-def test_the_target_converts_the_sources_pages_itself() -> None:
-    result, small, system = serve(c2c(mode="on_load"))
-    assert (result.usage.native, result.usage.converted, result.usage.computed) == (0, INNER, TOKENS - INNER)
-    assert system.pool.converter.stats().converted_pages == 0, "nothing is made ahead"
-    assert (small.stats().on_load_pages, small.stats().on_load_failed) == (INNER // 16, 0)
-    native, _, _ = serve(c2c(mode="on_load"), allow=False)
-    assert native.usage.converted == 0, "a request's own wish beats the rule"
-    assert result.prompt_logits is not None
-    assert native.prompt_logits is not None
-    assert not torch.equal(result.prompt_logits, native.prompt_logits), "approximate pages were really used"
-
-
-def test_what_is_stored_back_gives_the_same_answer_from_the_pool() -> None:
-    first, _, _ = serve(c2c(mode="on_load"))
-    again, small, _ = serve(c2c(mode="on_load", store_loaded=True), times=2)
-    assert again.usage.converted == INNER
-    assert small.stats().on_load_pages == INNER // 16, "the second request read what the first one stored"
-    assert first.tokens == again.tokens
-    assert first.prompt_logits is not None
-    assert again.prompt_logits is not None
-    assert torch.equal(first.prompt_logits, again.prompt_logits)
-
-
-def test_a_broken_bundle_means_native_prefill(tmp_path: Path) -> None:
-    result, small, _ = serve(c2c(mode="on_load", bundle=str(tmp_path / "none")))
-    assert (result.usage.converted, result.usage.computed) == (0, TOKENS)
-    assert small.stats().failed == 0
-
-
-def calibrate(config: C2CConfig, *, fetch: float, convert: float = 1e-7, overhead: float = 0.0) -> None:
-    """A machine that prefills a token in about 1.2 ms."""
-    pair = config.rules[0].source.spec, config.rules[0].target.spec
-    found = Calibration(
-        source="moon-large",
-        target=SMALL,
-        device="cpu",
-        threads=1,
-        prefill=4e9,
-        gemm=1e12,
-        fetch={"memory": fetch},
-        overhead_s=overhead,
-        convert_s={config.rules[0].digest: convert},
-    )
-    save_calibration(found, *pair)
+@pytest.fixture(scope="module")
+def prefilled() -> dict[str, bytes]:
+    """The large model's pages of all prompts."""
+    large = c2c().models[LARGE]
+    with EmbeddedPool(64 << 20) as pool, Instance(large.ref, large.spec, pool, compute="float32") as instance:
+        for prompt in (PROMPT, *OTHERS):
+            instance.generate(GenerateRequest(prompt=prompt, max_tokens=0))
+        assert instance.flush()
+        keys = list(pool.keys())
+        return {k: page for k, page in zip(keys, pool.batch_get(keys), strict=True) if page is not None}
 
 
 @contextmanager
-def large_only(config: C2CConfig) -> Iterator[System]:
-    with no_leaks(), System(config, capacity=64 << 20, serve=["moon-large"]) as system:
-        yield system
+def pool_of(pages: dict[str, bytes]) -> Iterator[EmbeddedPool]:
+    with no_leaks(), EmbeddedPool(64 << 20) as pool:
+        pool.batch_put(list(pages), list(pages.values()))
+        yield pool
 
 
-def answer(system: System, config: C2CConfig, prompt: list[int]) -> tuple[GenerateResult, EngineStats]:
-    """A small instance that starts now, so with the calibration that there is now, and answers one request."""
+def answer(
+    pool: EmbeddedPool, config: C2CConfig, prompt: list[int] = PROMPT, allow: bool | None = None
+) -> tuple[GenerateResult, EngineStats]:
+    """A small instance that starts now, so with the calibration that there is now, answers one request and ends."""
     target = config.models[SMALL]
     with Instance(
-        target.ref, target.spec, system.pool, c2c=config, compute="float32",
+        target.ref, target.spec, pool, c2c=config, compute="float32",
         origins=lambda asked: config.origins(target.owner, asked),
     ) as small:  # fmt: skip
         assert small.wait_ready(30)
-        result = small.generate(GenerateRequest(prompt=prompt, max_tokens=1, ignore_eos=True))
+        result = small.generate(
+            GenerateRequest(prompt=prompt, max_tokens=4, ignore_eos=True, prompt_logits=1, allow_converted=allow)
+        )
         assert small.flush()
         return result, small.stats()
 
 
-def prefill(system: System, prompt: list[int]) -> list[int]:
-    system.instances["moon-large"].generate(GenerateRequest(prompt=prompt, max_tokens=1))
-    assert system.instances["moon-large"].flush()
-    return prompt
+def logits(result: GenerateResult) -> Tensor:
+    assert result.prompt_logits is not None
+    return result.prompt_logits
 
 
-def test_a_calibrated_engine_takes_what_pays_and_says_why_not() -> None:
+def test_a_system_converts_on_load_and_nothing_ahead() -> None:
+    with no_leaks(), System(c2c(mode="on_load"), capacity=64 << 20) as system:
+        large, small = system.instances[LARGE], system.instances[SMALL]
+        assert small.wait_ready(30)
+        system.pool.converter.wait_ready(30)
+        large.generate(GenerateRequest(prompt=PROMPT, max_tokens=0))
+        assert large.flush()
+        result = small.generate(GenerateRequest(prompt=PROMPT, max_tokens=4, ignore_eos=True))
+        assert small.flush()
+        assert (result.usage.native, result.usage.converted, result.usage.computed) == (0, INNER, TOKENS - INNER)
+        assert system.pool.converter.stats().converted_pages == 0
+        stats = small.stats()
+    assert (stats.on_load_pages, stats.on_load_failed) == (INNER // 16, 0)
+    assert stats.pages_stored == 1, "page 0; what was computed behind converted pages is not native"
+
+
+def test_a_requests_own_wish_beats_the_rule(prefilled: dict[str, bytes]) -> None:
+    with pool_of(prefilled) as pool:
+        converted, _ = answer(pool, c2c(mode="on_load"))
+        native, stats = answer(pool, c2c(mode="on_load"), allow=False)
+    assert (converted.usage.converted, native.usage.converted, stats.on_load_pages) == (INNER, 0, 0)
+    assert not torch.equal(logits(converted), logits(native)), "approximate pages were really used"
+
+
+def test_what_is_stored_back_gives_the_same_answer_from_the_pool(prefilled: dict[str, bytes]) -> None:
+    config = c2c(mode="on_load", store_loaded=True)
+    with pool_of(prefilled) as pool:
+        first, made = answer(pool, config)
+        pool.batch_remove([k.text for k in _keys(config, SMALL)[:1]])  # as the first found it: without page 0
+        again, read = answer(pool, config)
+    assert (made.on_load_pages, read.on_load_pages) == (INNER // 16, 0)
+    assert again.usage == first.usage
+    assert first.tokens == again.tokens
+    assert torch.equal(logits(first), logits(again))
+
+
+def _keys(config: C2CConfig, name: str) -> list[PageKey]:
+    return config.models[name].spec.identity(config.page_size).page_keys(PROMPT)
+
+
+def test_a_broken_bundle_means_native_prefill(prefilled: dict[str, bytes], tmp_path: Path) -> None:
+    with pool_of(prefilled) as pool:
+        result, stats = answer(pool, c2c(mode="on_load", bundle=str(tmp_path / "none")))
+        native, _ = answer(pool, c2c(mode="on_load"), allow=False)
+    assert (result.usage.converted, result.usage.computed, stats.failed) == (0, TOKENS, 0)
+    assert result.tokens == native.tokens
+
+
+def calibrate(config: C2CConfig, *, convert: float = 1e-7) -> None:
+    """A machine that prefills a token in about 1.2 ms and reads it in a few µs."""
+    pair = config.rules[0].source.spec, config.rules[0].target.spec
+    found = Calibration(
+        source=LARGE, target=SMALL, device="cpu", threads=1, prefill=4e9, gemm=1e12, fetch={"memory": 1e9},
+        overhead_s=0.0, convert_s={config.rules[0].digest: convert},
+    )  # fmt: skip
+    save_calibration(found, *pair)
+
+
+def test_a_calibrated_engine_takes_what_pays_and_says_why_not(prefilled: dict[str, bytes]) -> None:
     config = c2c(mode="on_load")
-    with large_only(config) as system:
-        calibrate(config, fetch=1e9)
-        result, stats = answer(system, config, prefill(system, PROMPT))
+    with pool_of(prefilled) as pool:
+        calibrate(config)
+        result, stats = answer(pool, config)
         assert (result.usage.converted, result.usage.declined, stats.prefixes_paid) == (INNER, 0, 1)
 
-        always = c2c(mode="on_load", pays="always")
-        calibrate(config, fetch=1e9, convert=1.0)
-        other = prefill(system, PROMPT[::-1])
-        result, stats = answer(system, always, other)
+        calibrate(config, convert=1.0)
+        result, stats = answer(pool, c2c(mode="on_load", pays="always"), OTHERS[0])
         assert (result.usage.converted, stats.prefixes_paid) == (INNER, 0), "the rule overrides the model"
-        third = prefill(system, PROMPT[100:] + PROMPT[:100])
-        result, stats = answer(system, config, third)
+        result, stats = answer(pool, config, OTHERS[1])
         assert (result.usage.converted, result.usage.computed, result.usage.declined) == (0, TOKENS, INNER)
         assert (stats.prefixes_too_slow, stats.prefixes_paid, stats.tokens_declined) == (1, 0, INNER)
 
 
-def test_pages_too_dear_to_convert_now_leave_those_made_ahead() -> None:
+def test_pages_too_dear_to_convert_now_leave_those_made_ahead(prefilled: dict[str, bytes]) -> None:
     config = c2c(mode="on_load", store_loaded=True)
-    with large_only(config) as system:
-        prefill(system, PROMPT)
-        result, _ = answer(system, config, PROMPT[:120])
-        assert result.usage.converted == 80
-        calibrate(config, fetch=1e9, convert=1.0)
-        result, stats = answer(system, config, PROMPT)
-        assert (result.usage.converted, result.usage.declined) == (80, INNER - 80)
-        assert stats.prefixes_paid == 1
+    with pool_of(prefilled) as pool:
+        assert answer(pool, config, PROMPT[:120])[0].usage.converted == 80
+        calibrate(config, convert=1.0)
+        result, stats = answer(pool, config)
+    assert (result.usage.converted, result.usage.declined) == (80, INNER - 80)
+    assert stats.prefixes_paid == 1
