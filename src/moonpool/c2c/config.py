@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from moonpool.c2c.alias import Proven, read_proof
 from moonpool.c2c.bundle import folder_digest
 from moonpool.c2c.signature import ModelSpec, load_spec
 from moonpool.config import load
@@ -55,11 +56,23 @@ class RuleEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Mode `on_load` only: put what the engine converted into the pool, for the target's other engines."""
 
 
+class AliasEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Two models with the same KV: the target reads the source's pages as its own, where it has none."""
+
+    source: str
+    target: str
+    proof: str
+    """File that `moonpool c2c prove-alias` wrote for these two."""
+    until: list[int] = []
+    """Token ids: the alias ends where they first stand in a prompt, besides where the proof says."""
+
+
 class C2CFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The YAML file as written."""
 
     models: dict[str, ModelEntry]
-    rules: list[RuleEntry]
+    rules: list[RuleEntry] = []
+    aliases: list[AliasEntry] = []
     page_size: int = 16
     workers: int = 1
     queue_pages: int = 8192
@@ -93,6 +106,13 @@ class Rule(msgspec.Struct, frozen=True):
         return f"{self.source.name}→{self.target.name}"
 
 
+class Alias(msgspec.Struct, frozen=True):
+    source: Model
+    target: Model
+    until: list[list[int]] = []
+    """Sequences of tokens; pages at and behind the first of them are not the same."""
+
+
 class C2CConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The resolved config, as the master serves it by `get_c2c_config`."""
 
@@ -101,6 +121,7 @@ class C2CConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Those that convert, in the file's order."""
     fusions: list[Rule] = []
     """Those of mode `fuse`, which are the target's engine's alone; at most one for each target."""
+    aliases: list[Alias] = []
     page_size: int = 16
     workers: int = 1
     queue_pages: int = 8192
@@ -156,6 +177,7 @@ def check(file: C2CFile, *, name: str = "c2c config") -> None:
         if rule.mode == "fuse" and rule.target in fused:
             raise ConfigError(f"second source fused into {rule.target}", key=place, fix="Keep one of them.")
         fused |= {rule.target} if rule.mode == "fuse" else set()
+    _check_aliases(file, seen, name)
     cycle = _cycle(sorted(seen))
     if cycle and not (file.allow_cycles and len(set(cycle)) > 1):
         raise ConfigError(
@@ -164,6 +186,27 @@ def check(file: C2CFile, *, name: str = "c2c config") -> None:
             fix="Drop one of them, or set `allow_cycles: true`: converted pages are never converted again, so a cycle ends, "
             "but every put is then converted each way.",
         )
+
+
+def _check_aliases(file: C2CFile, rules: set[tuple[str, str]], name: str) -> None:
+    """Aliases may go both ways between two models: nothing is made, and a lookup follows one alias only."""
+    seen: set[tuple[str, str]] = set()
+    for i, alias in enumerate(file.aliases):
+        place, pair = f"{name}: aliases[{i}]", (alias.source, alias.target)
+        for role in pair:
+            if role not in file.models:
+                known = ", ".join(sorted(file.models)) or "none"
+                raise ConfigError(f"unknown model `{role}`", key=place, have=known, fix="Add it under `models`.")
+        if alias.source == alias.target:
+            raise ConfigError("a model is no alias of itself", key=place)
+        if pair in seen:
+            raise ConfigError(f"second alias for {alias.source} → {alias.target}", key=place, fix="Keep one of them.")
+        if pair in rules:
+            what = f"a rule and an alias for {alias.source} → {alias.target}"
+            raise ConfigError(what, key=place, fix="Keep the alias: it is exact and costs nothing.")
+        if any(t < 0 for t in alias.until):
+            raise ConfigError("until holds no token ids", key=place, have=str(alias.until))
+        seen.add(pair)
 
 
 def _check_bounds(file: C2CFile, name: str) -> None:
@@ -209,6 +252,7 @@ def resolve(file: C2CFile, roots: list[Path]) -> C2CConfig:
     return C2CConfig(
         models=models,
         rules=[_rule(rule, models, roots) for rule in file.rules if rule.mode != "fuse"],
+        aliases=[_alias(entry, models, roots) for entry in file.aliases],
         fusions=[_rule(rule, models, roots) for rule in file.rules if rule.mode == "fuse"],
         page_size=file.page_size,
         workers=file.workers,
@@ -236,6 +280,15 @@ def _rule(entry: RuleEntry, models: dict[str, Model], roots: list[Path]) -> Rule
         pays=entry.pays,
         store_loaded=entry.store_loaded,
     )
+
+
+def _alias(entry: AliasEntry, models: dict[str, Model], roots: list[Path]) -> Alias:
+    """Raises ConfigError (no proof), ConversionRefused (a proof about other weights or another config)."""
+    path = Path(_locate(entry.proof, roots))
+    proof, pair = read_proof(path), (models[entry.source], models[entry.target])
+    proven = [Proven.of(Path(m.ref), m.spec) for m in pair]
+    proof.check(proven[0], proven[1], (pair[0].spec.tokenizer, pair[1].spec.tokenizer), str(path))
+    return Alias(*pair, until=[*proof.until, *([entry.until] if entry.until else [])])
 
 
 def _locate(ref: str, roots: list[Path]) -> str:

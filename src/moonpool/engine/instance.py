@@ -18,6 +18,7 @@ from moonpool.c2c.config import C2CConfig, Rule
 from moonpool.c2c.converter import load_conversion
 from moonpool.c2c.signature import ModelSpec
 from moonpool.clock import Clock, SystemClock
+from moonpool.engine.alias import Aliases
 from moonpool.engine.fuse import Fusion, LoadFuser, load_fuser
 from moonpool.engine.model import Compute, Runner
 from moonpool.engine.onload import LoadRule, OnLoad
@@ -77,7 +78,15 @@ class Instance:
         self._fusion = _fusion(pool, spec, c2c, load_fuse_rule, self._runner.device) if pool and c2c else None
         payoff = _payoff(spec, c2c, self._runner.device.type) if c2c else None
         loader = (
-            PrefixLoader(pool, shape, _origins(origins), on_load=self._on_load, payoff=payoff, clock=self._clock)
+            PrefixLoader(
+                pool,
+                shape,
+                _origins(origins),
+                aliases=_aliases(pool, spec, c2c) if c2c else None,
+                on_load=self._on_load,
+                payoff=payoff,
+                clock=self._clock,
+            )
             if pool
             else None
         )
@@ -203,6 +212,12 @@ def _on_load(pool: KVPool, spec: ModelSpec, c2c: C2CConfig, load: LoadRule | Non
     rules = [r for r in _rules_for(spec, c2c) if r.mode == "on_load"]
     make = load or (lambda rule: load_conversion(rule, c2c))
     return OnLoad(pool, rules, make, clock, batch_pages=c2c.batch_pages).start() if rules else None
+
+
+def _aliases(pool: KVPool, spec: ModelSpec, c2c: C2CConfig) -> Aliases | None:
+    owner = spec.identity(c2c.page_size).digest()
+    mine = [a for a in c2c.aliases if a.target.owner == owner]
+    return Aliases(pool, mine, c2c.page_size) if mine else None
 
 
 def _fusion(

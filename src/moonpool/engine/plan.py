@@ -59,6 +59,8 @@ class PrefixPlan:
     steps: tuple[Step, ...]
     declined: int = 0
     """Tokens of pages that could have been had by conversion, and are computed because that is faster (`engine.pays`)."""
+    shared: int = 0
+    """Tokens of native pages that were read from another model of the same KV (`engine.alias`)."""
 
     @property
     def loaded_pages(self) -> list[tuple[int, Kind]]:

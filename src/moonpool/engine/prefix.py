@@ -3,8 +3,8 @@
 A lookup protects nothing, so a page may be gone when it is read, and a page of the wrong size is no page. Both shorten the
 plan; neither is an error, because the engine can always compute. A pool that cannot be reached is an empty pool.
 
-A page is had in the first of these ways that there is: native; converted ahead; converted now from the source's page
-(`engine.onload`). The last two only where the cost model does not object (`engine.pays`).
+A page is had in the first of these ways that there is: native; another model's that is the same (`engine.alias`); converted
+ahead; converted now from the source's page (`engine.onload`). The last two only where the cost model does not object (`engine.pays`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from moonpool.c2c.pages import unpack
 from moonpool.clock import Clock, SystemClock
+from moonpool.engine.alias import Aliases
 from moonpool.engine.cache import SequenceKV
 from moonpool.engine.onload import OnLoad, SourcePage
 from moonpool.engine.pays import Offer, Payoff
@@ -57,20 +58,30 @@ class PrefixLoader:
         shape: PageShape,
         origins: Origins,
         *,
+        aliases: Aliases | None = None,
         on_load: OnLoad | None = None,
         payoff: Payoff | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._pool, self._shape, self._origins = pool, shape, origins
+        self._aliases = aliases
         self._on_load, self._payoff, self._clock = on_load, payoff, clock or SystemClock()
         self.counters = LoadCounters(on_load=on_load.counts if on_load else Counter())
 
-    def lookup(self, keys: Sequence[PageKey], allow_converted: bool | None) -> list[Found | None]:
-        """What would serve each page. Pages found nowhere are announced by the pool if conversion is allowed."""
+    def lookup(
+        self, keys: Sequence[PageKey], allow_converted: bool | None, tokens: Sequence[int] = ()
+    ) -> list[Found | None]:
+        """What would serve each page; `tokens` is the prompt, on which it depends how far an alias reaches. Pages found nowhere
+        are announced by the pool if conversion is allowed."""
         origins = tuple(self._origins(allow_converted))
         found: list[Found | None] = [None] * len(keys)
         try:
-            found[:] = self._pool.lookup(keys, origins)
+            if self._aliases:
+                for i, same in self._aliases.find(keys, tokens).items():
+                    found[i] = same
+            left = [i for i, m in enumerate(found) if m is None]
+            for i, match in zip(left, self._pool.lookup([keys[i] for i in left], origins) if left else [], strict=True):
+                found[i] = match
             missing = [i for i, m in enumerate(found) if m is None]
             if self._on_load and missing and origins:
                 for i, page in self._on_load.find(keys, missing, origins).items():
@@ -100,7 +111,8 @@ class PrefixLoader:
             if i not in copied:
                 found[i] = None
         final = plan_prefix(tokens, self._shape.tokens, found, must_compute=must_compute)
-        return replace(final, declined=plan.declined)
+        shared = sum(self._aliases is not None and self._aliases.shared(matches[i]) for i, _ in final.loaded_pages)
+        return replace(final, declined=plan.declined, shared=shared * self._shape.tokens)
 
     def _worthwhile(
         self, matches: Sequence[Found | None], found: list[Kind | None], tokens: int, must_compute: int

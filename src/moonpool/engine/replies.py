@@ -38,6 +38,7 @@ def extension_json(result: GenerateResult) -> Json:
             "converted": u.converted,
             "computed": u.computed,
             "declined": u.declined,
+            "shared": u.shared,
             "fused": u.fused,
         },
         "seconds": {

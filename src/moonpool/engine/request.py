@@ -114,6 +114,8 @@ class Usage:
     computed: int
     declined: int = 0
     """Of those computed: a conversion could have given them, but computing them was faster."""
+    shared: int = 0
+    """Of the native ones: read from another model that has the same KV."""
     fused: int = 0
     """Whose cache was improved with another model's, however the target had come by it."""
 

@@ -174,7 +174,7 @@ class Scheduler:
             seq.fusing = self._fusion.fetch(seq.keys, len(seq.request.prompt), allow)
         if isinstance(seq.fusing, SourceKV):
             allow = False  # what is fused is the target's own cache
-        matches = self._loader.lookup(seq.keys, allow) if self._loader else []
+        matches = self._loader.lookup(seq.keys, allow, seq.request.prompt) if self._loader else []
         looked = self._clock.now()
         seq.timing.lookup += looked - start
         if self._loader and looked < seq.wait_until and self._loader.may_improve(matches, allow):

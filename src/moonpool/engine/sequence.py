@@ -190,5 +190,6 @@ class RunningSequence:
             converted,
             self.plan.computed_tokens,
             declined=self.plan.declined,
+            shared=self.plan.shared,
             fused=self.fusing.tokens if self.fused and isinstance(self.fusing, SourceKV) else 0,
         )

@@ -58,6 +58,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Converted by this engine in its own load step."""
     on_load_failed: int = 0
     """Could not be converted in time, or at all; computed instead."""
+    tokens_shared: int = 0
+    """Of the native ones: read from another model that has the same KV."""
     requests_fused: int = 0
     """Whose cache was improved with another model's."""
     requests_unfused: int = 0
@@ -82,6 +84,7 @@ class Totals:
     fused: int = 0
     unfused: int = 0
     tokens_fused: int = 0
+    shared: int = 0
     queue: float = 0.0
     lookup: float = 0.0
     load: float = 0.0
@@ -106,6 +109,7 @@ class Totals:
         self.fused += seq.fused
         self.unfused += isinstance(seq.fusing, Unfused)
         self.tokens_fused += usage.fused
+        self.shared += usage.shared
         for name in ("queue", "lookup", "load", "prefill", "decode", "ttft"):
             setattr(self, name, getattr(self, name) + getattr(seq.timing, name))
 
@@ -139,6 +143,7 @@ class Totals:
             prefixes_too_short=load.decisions["too_short"],
             prefixes_too_slow=load.decisions["too_slow"],
             tokens_declined=self.declined,
+            tokens_shared=self.shared,
             requests_fused=self.fused,
             requests_unfused=self.unfused,
             tokens_fused=self.tokens_fused,
