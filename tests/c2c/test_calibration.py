@@ -29,6 +29,8 @@ from tests.c2c.pairs import BUNDLE, PAGE, config, identity_of, keys_of, random_k
 from tests.c2c.test_cost import config as config_json
 from tests.c2c.tiny import tiny_model
 
+BUNDLED = str(Path(__file__).parents[2] / "bundles" / "moon-large-to-moon-small")
+
 
 def model(name: str) -> Model:
     known = msgspec.structs.replace(spec(name), intermediate=64)
@@ -191,9 +193,7 @@ def invoke(*arguments: str) -> str:
 
 def test_calibrate_measures_and_advise_uses_it() -> None:
     root = Path(__file__).parents[2]
-    large, small, bundle = (
-        str(root / n) for n in ("models/moon-large", "models/moon-small", "bundles/moon-large-to-moon-small")
-    )
+    large, small, bundle = str(root / "models/moon-large"), str(root / "models/moon-small"), BUNDLED
     pair = "--source", large, "--target", small
     refused = CliRunner().invoke(app, ["advise", *pair, "--hardware", "this"])
     assert refused.exit_code == 2
@@ -238,6 +238,7 @@ def test_advise_prints_the_design_table_from_two_configs(tmp_path: Path) -> None
         (["--hardware", "abacus"], "unknown `abacus`"),
         (["--network", "pigeon"], "unknown `pigeon`"),
         (["--bundle", "none"], "no bundle here"),
+        (["--bundle", BUNDLED], "for another source"),
     ],
 )
 def test_advise_names_mistakes(tmp_path: Path, own: list[str], says: str) -> None:

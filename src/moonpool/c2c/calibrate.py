@@ -27,7 +27,7 @@ _CONVERT_TOKENS = 1024
 _LAYERS_READ = 4
 _WEIGHTS_AT_ONCE = 8
 """Distinct weights that the products go through: more than a cache holds, less than memory."""
-_BUDGET_S = 2.0
+_BUDGET_S = 1.0
 _DISK_BYTES = 32 << 20
 _POOL_BYTES = 32 << 20
 

@@ -13,6 +13,7 @@ from moonpool.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from moonpool.c2c.bundle import Bundle
     from moonpool.c2c.cost_table import Advice, Place
     from moonpool.c2c.signature import ModelSpec
 
@@ -51,7 +52,7 @@ def advise(
     pair = read(paths.find_model(source)), read(paths.find_model(target))
     opened = open_bundle(bundle) if bundle else None
     places = _places(wanted, network or [], pair, opened.digest if opened else "")
-    flops = opened.projector().flops_per_token() if opened else None
+    flops = _flops(opened, pair) if opened else None
     found = table(*pair, places, context=context, bundle_flops=flops)
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
@@ -69,6 +70,21 @@ def _places(hardware: list[str], network: list[str], pair: tuple[ModelSpec, Mode
             raise ConfigError(f"unknown `{unknown[0]}`", have=", ".join(known))
     found: list[Place] = [(h, n, profile(h, n), {}) for h in hardware if h != THIS for n in network]
     return [*found, *([_this(pair, digest)] if THIS in hardware else [])]
+
+
+def _flops(bundle: Bundle, pair: tuple[ModelSpec, ModelSpec]) -> float:
+    """Raises ConfigError for a bundle of other shapes; whether it is of these very weights does not matter to its cost."""
+    projector = bundle.projector()
+    for role, need, spec in zip(
+        ("source", "target"), (projector.source_shape, projector.target_shape), pair, strict=True
+    ):
+        shape = spec.page_shape(1)
+        if need != (shape.layers, shape.width):
+            have = f"{shape.layers} layers of {shape.width}"
+            raise ConfigError(
+                f"the bundle is for another {role}", key=spec.name, need=f"{need[0]} layers of {need[1]}", have=have
+            )
+    return projector.flops_per_token()
 
 
 def _this(pair: tuple[ModelSpec, ModelSpec], digest: str) -> Place:
