@@ -1,7 +1,8 @@
 """All-layer low-rank projector in closed form: reduced-rank regression of the target's whole KV on the source's.
 
-With G the correlations of x, C their covariance with y (each target layer and half scaled to the same variance, so that none is
-drowned) and G + λ = L Lᵀ, the best map of rank r is the ridge's solution projected on the r leading eigenvectors U of Cᵀ (G + λ)⁻¹ C:
+With G the correlations of x, C their covariance with y and G + λ = L Lᵀ, the best map of rank r is the ridge's solution projected
+on the r leading eigenvectors U of Cᵀ (G + λ)⁻¹ C. Each target layer is scaled to the same variance, so that none is drowned, and
+values to more than keys: their errors reach the output undamped.
 
     z = x · (G + λ)⁻¹ C U          y = z · Uᵀ
 
@@ -26,6 +27,8 @@ from moonpool.errors import ConversionError
 
 LAMBDAS = (1e-4, 1e-3, 1e-2)
 """Fewer than a layer's ridge tries: each costs a factorisation over all source layers."""
+
+_VALUES = 2.0
 
 
 class TrunkFit(msgspec.Struct, frozen=True):
@@ -129,10 +132,11 @@ def _solve(start: Prepared, ridge: float, rank: int) -> TrunkProjector:
 
 
 def _scale(start: Prepared) -> Tensor:
-    """fp64 `[E]`: the deviation of the half of the target layer that each column belongs to."""
+    """fp64 `[E]`: the deviation of the half of the target layer that each column belongs to, values' by `_VALUES` less."""
     width, m = width_of(start.rows.target.spec), start.moments
-    each = m.variance_y(slice(0, m.xy.shape[1])).view(-1, width).mean(1)
-    return each.clamp(min=1e-12).sqrt().repeat_interleave(width)
+    each = m.variance_y(slice(0, m.xy.shape[1])).view(-1, 2, width).mean(2).clamp(min=1e-12).sqrt()
+    each[:, 1] /= _VALUES
+    return each.flatten().repeat_interleave(width)
 
 
 def _residual(start: Prepared, made: TrunkProjector) -> Tensor:
