@@ -119,7 +119,7 @@ def _show(found: Advice, console: Console) -> None:
         shares = [share(s) for s in row.shares]
         work.add_row(row.variant, f"{row.flops / scale:.3f}", _sized(row.flops / (1 << 20)), *shares)
     console.print(work)
-    title = f"µs per token at {found.context} tokens; (b) = prefill / target, (a) = prefill / (source + convert)"
+    title = f"µs per token at {found.context} tokens; (b) prefill/target, (a) prefill/(source+convert)"
     times = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     for name in ("where", "map", "prefill", "convert", "source", "target", "(b)", "(a)", "L_min", "pays"):
         times.add_column(name, justify="left" if name in ("where", "map", "pays") else "right", no_wrap=True)
