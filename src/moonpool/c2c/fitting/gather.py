@@ -27,7 +27,7 @@ from moonpool.errors import ModelError
 from moonpool.keys import digest
 
 ROWS_AT_ONCE = 2048
-SAVE_EVERY = 300.0
+SAVE_EVERY = 120.0
 """Seconds between two saves of an unfinished pass: a save of some GB takes seconds."""
 _MOST = 30.0
 
