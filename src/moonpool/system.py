@@ -140,6 +140,10 @@ def run_system(path: Path | None, host: str | None, port: int | None) -> None:
     with System(c2c, capacity=capacity, serve=config.instances or None, engine=config.engine) as system:
         for status in system.pool.converter.wait_ready(60):
             print(f"rule {status.name}: {status.state} {status.reason}".rstrip())
+        for instance in system.instances.values():
+            instance.wait_ready(60)
+            for rule, why in instance.refusals().items():
+                print(f"rule {rule}: refused {why}")
         host, port = host or config.server.host, config.server.port if port is None else port
         print(f"serving {', '.join(system.instances)} at http://{host}:{port}/v1 (Ctrl-C ends)", flush=True)
         serve(

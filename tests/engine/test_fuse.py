@@ -181,10 +181,11 @@ def test_a_source_page_with_nan_fuses_nothing(
 
 
 def test_a_projector_is_refused_in_fuse_mode_and_the_target_serves_on(
-    pair: Callable[..., tuple[Instance, Instance]], caplog: pytest.LogCaptureFixture
+    pair: Callable[..., tuple[Instance, Instance]],
 ) -> None:
     source, target = pair("projector")
-    assert "nothing to add to a cache that the target has made" in caplog.text
+    assert "nothing to add to a cache that the target has made" in target.refusals()["llama→qwen3"]
+    assert source.refusals() == {}
     tokens = prompt(2 * PAGE)
     prefill(source, tokens)
     assert target.generate(request(tokens)).usage.fused == 0

@@ -75,8 +75,7 @@ class Fusion:
         self._shape = rule.source.spec.page_shape(page_size)
         self._fuser: Fuser | None = None
         self._settled = threading.Event()
-        self.refusal = ""
-        """Why the rule is not served."""
+        self._refusal = ""
         self._thread = threading.Thread(target=self._load, name="moonpool-fuse", daemon=True)
 
     def start(self) -> Fusion:
@@ -88,6 +87,10 @@ class Fusion:
         """Wait until the bundle is loaded or refused."""
         return self._settled.wait(timeout)
 
+    def refusals(self) -> dict[str, str]:
+        """The rule's name and why it is not served; empty if it is, or is being loaded."""
+        return {self._rule.name: self._refusal} if self._refusal else {}
+
     def close(self, timeout: float) -> None:
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -96,10 +99,10 @@ class Fusion:
         try:
             self._fuser = self._load_fuser(self._rule).to(self._device)
         except MoonpoolError as e:
-            self.refusal = str(e)
+            self._refusal = str(e)
             log.warning("rule %s is not served: %s", self._rule.name, e)
         except Exception as e:  # process edge: an unforeseen fault refuses this rule and leaves the engine serving
-            self.refusal = f"internal error: {e!r}"
+            self._refusal = f"internal error: {e!r}"
             log.exception("rule %s could not be loaded", self._rule.name)
         self._settled.set()
 
@@ -110,7 +113,7 @@ class Fusion:
         if wish is False or (wish is None and self._rule.serve != "always"):
             return None
         if self._fuser is None:
-            return Unfused("refused" if self.refusal else "loading")
+            return Unfused("refused" if self._refusal else "loading")
         tokens = min(len(keys) * self._shape.tokens, prompt - 1)
         if tokens < 1 or keys[0].owner != self._rule.target.owner:
             return Unfused("no_full_page")

@@ -181,6 +181,11 @@ class Instance:
         the two). Requests need not wait: until then these rules serve nothing."""
         return all(part is None or part.wait_ready(timeout) for part in (self._on_load, self._fusion))
 
+    def refusals(self) -> dict[str, str]:
+        """Rules of modes `on_load` and `fuse` that this engine does not serve, by name, and why."""
+        found = dict(self._on_load.refusals) if self._on_load else {}
+        return found | self._fusion.refusals() if self._fusion else found
+
     @property
     def closed(self) -> bool:
         return self._scheduler.closing
