@@ -77,10 +77,12 @@ def test_the_pages_are_those_that_the_conversion_makes() -> None:
 
 def test_only_what_is_missing_allowed_and_the_rules_own() -> None:
     salted = TARGET.spec.identity(PAGE, salt="s").page_keys(range(6 * PAGE))
+    foreign = [k.of("f" * 32) for k in TARGET_KEYS]
     with running() as (_, on_load):
         assert on_load.find(TARGET_KEYS, [1, 3], ALLOWED).keys() == {1, 3}
         assert on_load.find(TARGET_KEYS, [1, 3], ()) == {}
         assert on_load.find(salted, [1, 3], ALLOWED) == {}, "a salted prefix is nobody else's"
+        assert on_load.find(foreign, [1, 3], ALLOWED) == {}, "another identity's page, of the same tokens"
     with running(rule(SOURCE, TARGET, mode="on_put")) as (_, on_load):
         assert on_load.find(TARGET_KEYS, [1, 3], ALLOWED) == {}, "another mode is the converter's"
 
