@@ -79,12 +79,16 @@ def run_demo(source: str, target: str, bundle: Path | None, *, tokens: int, docu
     names = Path(refs[0]).name, Path(refs[1]).name
     file = C2CFile(
         models={names[0]: ModelEntry(refs[0]), names[1]: ModelEntry(refs[1])},
-        rules=[RuleEntry(source=names[0], target=names[1], bundle=str(bundle or _find_bundle(*refs)))],
+        rules=[RuleEntry(source=names[0], target=names[1], bundle=str(bundle or _find_bundle(*refs)), force=True)],
     )
     with System(resolve(file, [Path()]), capacity=1 << 30) as system:
         for status in system.pool.converter.wait_ready(60):
             if status.state != "ready":
                 raise ConversionError(f"rule {status.name} is {status.state}: {status.reason}")
+            if status.gate == "forced":
+                console.print(
+                    f"The bundle does not pass the gate and is served by force: {status.reason}", markup=False
+                )
         figures, arms = Demo(system, *names).run(tokens, documents)
         _show(console, figures, arms)
         _show_conversion(console, system.pool.converter.stats(), arms["source"])

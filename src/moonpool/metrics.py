@@ -39,7 +39,8 @@ COUNTERS = {
     "disk_failures": "Disk writes that failed and reads that found damage",
     "lost_unspilled": "Objects evicted before the disk tier had a copy",
 }
-_RULE_STATES = ("loading", "ready", "refused")
+_RULE_STATES = ("loading", "ready", "refused", "disabled")
+_VERDICTS = ("passed", "forced", "refused")
 
 
 def _stats_families(prefix: str, stats: PoolStats, labels: dict[str, str]) -> Iterator[Metric]:
@@ -124,6 +125,17 @@ class ConverterMetrics(Collector):
             rejected.add_metric([reason], count)
         yield rejected
         yield _states(stats)
+        yield _verdicts(stats)
+
+
+def _verdicts(stats: ConverterStats) -> Metric:
+    verdicts = GaugeMetricFamily(
+        "moonpool_c2c_rule_gate", "1 for what the gate made of a rule's bundle", labels=["rule", "verdict"]
+    )
+    for rule in stats.rules:
+        for verdict in _VERDICTS:
+            verdicts.add_metric([rule.name, verdict], float(rule.gate == verdict))
+    return verdicts
 
 
 def _states(stats: ConverterStats) -> Metric:

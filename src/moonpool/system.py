@@ -27,6 +27,7 @@ from moonpool.errors import ConfigError
 from moonpool.metrics import ConverterMetrics, PoolMetrics
 from moonpool.pool import Pool
 from moonpool.store.client import PoolClient
+from moonpool.types import RuleStatus
 from moonpool.wire.auth import security_from_environment
 
 
@@ -128,9 +129,15 @@ def bundled_system() -> tuple[SystemConfig, C2CConfig]:
         raise ConfigError(
             "the bundled pair comes with the checkout only", fix="Give a system file: `moonpool up FILE`."
         )
-    rule = RuleEntry(source=names[0], target=names[1], bundle=str(bundles / "-to-".join(names)))
+    rule = RuleEntry(source=names[0], target=names[1], bundle=str(bundles / "-to-".join(names)), force=True)
     file = C2CFile(models={n: ModelEntry(str(models / n)) for n in names}, rules=[rule])
     return SystemConfig(c2c=file), resolve(file, [])
+
+
+def described(status: RuleStatus) -> str:
+    """One line about a rule: whether it is served, and what the gate made of it."""
+    gate = f" ({status.gate})" if status.gate and status.gate != status.state else ""
+    return f"rule {status.name}: {status.state}{gate} {status.reason}".rstrip()
 
 
 def run_system(path: Path | None, host: str | None, port: int | None) -> None:
@@ -139,7 +146,7 @@ def run_system(path: Path | None, host: str | None, port: int | None) -> None:
     capacity = config.pool.capacity_mib << 20
     with System(c2c, capacity=capacity, serve=config.instances or None, engine=config.engine) as system:
         for status in system.pool.converter.wait_ready(60):
-            print(f"rule {status.name}: {status.state} {status.reason}".rstrip())
+            print(described(status))
         for instance in system.instances.values():
             instance.wait_ready(60)
             for rule, why in instance.refusals().items():
@@ -158,7 +165,8 @@ def run_system(path: Path | None, host: str | None, port: int | None) -> None:
 def run_instance(model: str, master: str, host: str, port: int, api_key: str) -> None:
     """`moonpool serve`: one instance as a process of its own, on the pool behind `master`."""
     with PoolClient.connect(master, security=security_from_environment()) as pool:
-        c2c = C2CConfig.decode(pool.get_c2c_config())
+        # Asked anew while it runs: what is disabled now may be enabled tomorrow.
+        c2c = msgspec.structs.replace(C2CConfig.decode(pool.get_c2c_config()), disabled={})
         ref = paths.find_model(model)
         spec = load_spec(ref)
         owner = spec.identity(c2c.page_size).digest()

@@ -162,6 +162,44 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
         return PoolStats(**added)
 
 
+class RuleStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process has to say of one conversion rule; or, added up, what all of them have. Counts since the process's start."""
+
+    name: str
+    digest: str
+    """Of the rule's bundle: this is what rules are told apart by."""
+    mode: str = ""
+    state: str = ""
+    """`loading`, `ready` or `refused`; `disabled` where all are added up. Empty from a process that does not load the bundle."""
+    gate: str = ""
+    """`passed`, `forced` (failed, and served all the same) or `refused`; empty as long as the bundle was not judged."""
+    reason: str = ""
+    """Why it was refused, would have been, or is disabled; or how far a download is."""
+    kl_mean: float = 0.0
+    """The report's: what shadow checks are held against. 0: there is none."""
+    pages: int = 0
+    """Converted."""
+    requests: int = 0
+    """Answered over its pages."""
+    checks: int = 0
+    """Of these, checked against the native answer."""
+    kl: float = 0.0
+    """Sum over the checks: KL(native ‖ converted) of the first token, nats."""
+    agreed: int = 0
+    """Checks in which both would begin with the same token."""
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the pool's master knows of its conversion rules."""
+
+    generation: str = ""
+    """Of the master; empty: there is none, so nothing is remembered."""
+    rules: list[RuleStatus] = []
+    """One for each bundle that somebody spoke of, all processes added up."""
+    disabled: dict[str, str] = {}
+    """Bundle digest → why its pages must not be taken or made."""
+
+
 @dataclass(frozen=True, slots=True)
 class PageShape:
     """Shape of one page in the canonical layout: two halves (K, V), each `[tokens, layers, heads, dim]`."""

@@ -16,6 +16,7 @@ import msgspec
 
 from moonpool.c2c.alias import Proven, read_proof
 from moonpool.c2c.bundle import folder_digest
+from moonpool.c2c.gate import Thresholds
 from moonpool.c2c.signature import ModelSpec, load_spec
 from moonpool.config import load
 from moonpool.errors import ConfigError, ProtocolError
@@ -54,6 +55,12 @@ class RuleEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     pays: Pays = "auto"
     store_loaded: bool = False
     """Mode `on_load` only: put what the engine converted into the pool, for the target's other engines."""
+    gate: Thresholds = Thresholds()
+    """What the bundle's report must show, or the rule is refused."""
+    force: bool = False
+    """Serve the bundle whatever its report shows, marked as forced wherever the rule is shown."""
+    shadow: float = 0.0
+    """Share of the requests answered over its pages that are computed natively afterwards and compared; 0.01 is plenty."""
 
 
 class AliasEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,6 +107,9 @@ class Rule(msgspec.Struct, frozen=True):
     deadline_s: float
     pays: Pays = "auto"
     store_loaded: bool = False
+    gate: Thresholds = Thresholds()
+    force: bool = False
+    shadow: float = 0.0
 
     @property
     def name(self) -> str:
@@ -127,12 +137,15 @@ class C2CConfig(msgspec.Struct, frozen=True, kw_only=True):
     queue_pages: int = 8192
     batch_pages: int = 64
     allowed_hosts: list[str] = []
+    disabled: dict[str, str] = {}
+    """Bundle digest → why nobody may take its pages, as of when the master was asked."""
 
     def origins(self, owner: str, requested: bool | None = None) -> tuple[str, ...]:
-        """Bundles whose pages a lookup of this owner may take; a request's own wish beats the rules' defaults."""
+        """Bundles whose pages a lookup of this owner may take; a request's own wish beats the rules' defaults. Whether a rule was
+        refused or disabled since, the pool is asked (`engine.rules`)."""
         if requested is False:
             return ()
-        rules = (r for r in self.rules if r.target.owner == owner)
+        rules = (r for r in self.rules if r.target.owner == owner and r.digest not in self.disabled)
         return tuple(r.digest for r in rules if requested or r.serve == "always")
 
     def encode(self) -> bytes:
@@ -171,6 +184,7 @@ def check(file: C2CFile, *, name: str = "c2c config") -> None:
             raise ConfigError("bad digest", key=place, need="32 hex digits", have=rule.digest)
         if rule.deadline_s <= 0:
             raise ConfigError("deadline_s must be positive", key=place, have=str(rule.deadline_s))
+        _check_gate(rule, place)
         if (rule.source, rule.target) in seen:
             raise ConfigError(f"second rule for {rule.source} → {rule.target}", key=place, fix="Keep one of them.")
         seen.add((rule.source, rule.target))
@@ -186,6 +200,15 @@ def check(file: C2CFile, *, name: str = "c2c config") -> None:
             fix="Drop one of them, or set `allow_cycles: true`: converted pages are never converted again, so a cycle ends, "
             "but every put is then converted each way.",
         )
+
+
+def _check_gate(rule: RuleEntry, place: str) -> None:
+    rule.gate.check(place)
+    if not 0 <= rule.shadow <= 1:
+        raise ConfigError("shadow out of range", key=place, need="0..1", have=str(rule.shadow))
+    if rule.mode == "fuse" and (rule.shadow or rule.force or rule.gate != Thresholds()):
+        fix = "Leave out `gate`, `force` and `shadow`."
+        raise ConfigError("nothing is converted in mode fuse, so there is no gate", key=place, fix=fix)
 
 
 def _check_aliases(file: C2CFile, rules: set[tuple[str, str]], name: str) -> None:
@@ -279,6 +302,9 @@ def _rule(entry: RuleEntry, models: dict[str, Model], roots: list[Path]) -> Rule
         deadline_s=entry.deadline_s,
         pays=entry.pays,
         store_loaded=entry.store_loaded,
+        gate=entry.gate,
+        force=entry.force,
+        shadow=entry.shadow,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from moonpool.c2c.projectors.base import Projector
 from moonpool.c2c.rope import inverse_rotation, rotate_between, rotation
 from moonpool.c2c.signature import Difference, ModelSpec, check_contract
 from moonpool.errors import ConversionRefused, MoonpoolError, WrongSize
+
+if TYPE_CHECKING:
+    from moonpool.c2c.gate import Verdict
 
 _TOKENS_AT_ONCE = 1024
 """Bounds the fp32 intermediates (about 85 MB for a 1.5B source); more tokens make no product faster."""
@@ -51,8 +55,18 @@ _source_numbers, _keys = _Scratch(), _Scratch()
 class Conversion:
     """One projector between two models at one page size. Immutable; threads may share it."""
 
-    def __init__(self, projector: Projector, source: ModelSpec, target: ModelSpec, page_size: int) -> None:
-        """Raises ConversionRefused if the projector is not for models of these shapes."""
+    def __init__(
+        self,
+        projector: Projector,
+        source: ModelSpec,
+        target: ModelSpec,
+        page_size: int,
+        *,
+        verdict: Verdict | None = None,
+    ) -> None:
+        """`verdict`: the gate's on the projector's bundle, if it was asked. Raises ConversionRefused if the projector is not for
+        models of these shapes."""
+        self.verdict = verdict
         self.source, self.target, self.page_size = source, target, page_size
         self.projector = projector
         self.source_shape, self.target_shape = source.page_shape(page_size), target.page_shape(page_size)

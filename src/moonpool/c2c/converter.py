@@ -20,35 +20,27 @@ from typing import TypeAlias
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from moonpool.c2c.bundle import open_bundle
 from moonpool.c2c.calibration import RuleCosts
 from moonpool.c2c.config import C2CConfig, Rule
 from moonpool.c2c.convert import Conversion
 from moonpool.c2c.download import Progress, resolve_bundle
+from moonpool.c2c.gate import REMEDY, GateRefused, examine
 from moonpool.c2c.queue import Batch, ConversionQueue, Page
+from moonpool.c2c.standing import RuleDesk
 from moonpool.clock import Clock, SystemClock
 from moonpool.errors import ConnectionLost, MoonpoolError, PoolClosed
 from moonpool.keys import PageKey
 from moonpool.store.base import EventStream, KVPool, Reservation
-from moonpool.types import Hinted, Missed, PoolEvent, Put, Stored
+from moonpool.types import Hinted, Missed, PoolEvent, Put, RuleStatus, Stored
 
 log = logging.getLogger(__name__)
 
 _WAIT_S = 0.2
 """How long a thread waits before it looks again whether it should stop."""
 _EVENTS_AT_ONCE = 1024
-
-
-class RuleStatus(msgspec.Struct, frozen=True):
-    """One rule as `moonpool c2c status` and the metrics show it."""
-
-    name: str
-    state: str
-    """`loading`, `ready` or `refused`."""
-    reason: str = ""
-    """Why it was refused, or how far a download is."""
-    digest: str = ""
 
 
 class ConverterStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,14 +59,16 @@ class _LoadedRule:
     rule: Rule
     conversion: Conversion | None = None
     refusal: str = ""
+    refused_by_gate: bool = False
     progress: str = ""
+    pages: int = 0
 
     def note(self, file: str, done: int, total: int) -> None:
         self.progress = f"{file}: {done >> 20} of {total >> 20} MiB"
 
     def status(self) -> RuleStatus:
-        state = "refused" if self.refusal else "ready" if self.conversion else "loading"
-        return RuleStatus(self.rule.name, state, self.refusal or self.progress, self.rule.digest)
+        status = status_of(self.rule, self.conversion, self.refusal, by_gate=self.refused_by_gate)
+        return replace(status, reason=status.reason or self.progress, pages=self.pages)
 
 
 @dataclass(slots=True)
@@ -90,16 +84,33 @@ LoadConversion: TypeAlias = Callable[[Rule, Progress], Conversion]
 def load_conversion(
     rule: Rule, config: C2CConfig, cache_dir: Path | None = None, progress: Progress | None = None
 ) -> Conversion:
-    """Fetch the rule's bundle if it must be, verify it and check it against the rule's models.
+    """Fetch the rule's bundle if it must be, verify it, check it against the rule's models and let the gate judge it.
 
-    Raises DownloadFailed, BundleError, ConversionRefused.
+    Raises DownloadFailed, BundleError, ConversionRefused (GateRefused, unless the rule says `force`).
     """
     folder = resolve_bundle(
         rule.bundle, rule.digest, cache_dir=cache_dir, allowed_hosts=config.allowed_hosts, progress=progress
     )
     bundle = open_bundle(folder, expect_digest=rule.digest)
     bundle.check(rule.source.spec, rule.target.spec, config.page_size)
-    return Conversion(bundle.projector(), rule.source.spec, rule.target.spec, config.page_size)
+    verdict = examine(bundle, rule.gate)
+    if not verdict.passed and not rule.force:
+        raise GateRefused("the bundle does not pass the gate", key=rule.name, have=verdict.text, fix=REMEDY)
+    return Conversion(bundle.projector(), rule.source.spec, rule.target.spec, config.page_size, verdict=verdict)
+
+
+def status_of(rule: Rule, conversion: Conversion | None, refusal: str, *, by_gate: bool = False) -> RuleStatus:
+    """What whoever loads a rule's bundle has to say of it; neither conversion nor refusal: it is being loaded."""
+    status = RuleStatus(name=rule.name, digest=rule.digest, mode=rule.mode, state="loading")
+    if refusal:
+        return replace(status, state="refused", gate="refused" if by_gate else "", reason=refusal)
+    if conversion is None:
+        return status
+    verdict = conversion.verdict
+    if verdict is None:
+        return replace(status, state="ready")
+    gate = "passed" if verdict.passed else "forced"
+    return replace(status, state="ready", gate=gate, reason=verdict.text, kl_mean=verdict.kl_mean)
 
 
 class Converter:
@@ -128,6 +139,7 @@ class Converter:
         self._events: EventStream | None = None
         self._by_source = _index(config.rules, lambda r: r.source.owner)
         self._by_target = _index(config.rules, lambda r: r.target.owner)
+        self._desk = RuleDesk(pool, "converter", self._clock)
         self._threads = [threading.Thread(target=self._watch, name="c2c-events", daemon=True)]
         self._threads += [
             threading.Thread(target=self._load, args=(r,), name=f"c2c-load-{r}", daemon=True)
@@ -167,14 +179,18 @@ class Converter:
                 seconds=self._totals.seconds,
                 waiting_pages=len(self._queue),
                 rejected=dict(rejected),
-                rules=[r.status() for r in self._loaded],
+                rules=self._statuses(),
             )
 
     def wait_ready(self, timeout: float) -> list[RuleStatus]:
         """Wait until every bundle is loaded or refused, at most `timeout` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: all(r.conversion or r.refusal for r in self._loaded), timeout)
-            return [r.status() for r in self._loaded]
+            return self._statuses()
+
+    def _statuses(self) -> list[RuleStatus]:
+        """Called under the lock."""
+        return [self._desk.seen(r.status()) for r in self._loaded]
 
     def wait_idle(self, timeout: float) -> bool:
         """Wait until nothing is queued or in work; False on timeout. Events still under way in the pool do not count."""
@@ -189,7 +205,7 @@ class Converter:
         try:
             conversion = self._load_conversion(rule, loaded.note)
         except MoonpoolError as e:
-            self._settle(loaded, refusal=str(e))
+            self._settle(loaded, refusal=str(e), by_gate=isinstance(e, GateRefused))
             log.warning("rule %s refused: %s", rule.name, e)
         except Exception as e:  # process edge: an unforeseen fault refuses this rule and leaves the others serving
             self._settle(loaded, refusal=f"internal error: {e!r}")
@@ -197,10 +213,26 @@ class Converter:
         else:
             self._settle(loaded, conversion=conversion)
 
-    def _settle(self, loaded: _LoadedRule, conversion: Conversion | None = None, refusal: str = "") -> None:
+    def _settle(
+        self, loaded: _LoadedRule, conversion: Conversion | None = None, refusal: str = "", *, by_gate: bool = False
+    ) -> None:
+        if conversion and conversion.verdict and not conversion.verdict.passed:
+            log.warning("rule %s is served by force: %s", loaded.rule.name, conversion.verdict.text)
         with self._changed:
             loaded.conversion, loaded.refusal, loaded.progress = conversion, refusal, ""
+            loaded.refused_by_gate = by_gate
+            told = [r.status() for r in self._loaded]
+        self._desk.tell(
+            told
+        )  # before anybody hears that it is ready: engines take no page of a rule that they do not know
+        with self._changed:
             self._changed.notify_all()
+
+    def _tell(self) -> None:
+        if self._desk.due():
+            with self._changed:
+                told = [r.status() for r in self._loaded]
+            self._desk.tell(told)
 
     # -- events
 
@@ -209,6 +241,7 @@ class Converter:
 
     def _watch(self) -> None:
         while not self._stopping.is_set():
+            self._tell()
             try:
                 if self._events is None:
                     self._events = self._subscribe()
@@ -234,6 +267,8 @@ class Converter:
                 for rule in self._wanting(event, key.owner):
                     if self._loaded[rule].refusal:
                         self._totals.rejected["rule_refused"] += 1
+                    elif self._config.rules[rule].digest in self._desk.disabled:
+                        self._totals.rejected["rule_disabled"] += 1
                     elif not isinstance(event, Hinted) and (why := self._costs.refusal(rule, key.index)):
                         self._totals.rejected[why] += 1
                     else:
@@ -263,7 +298,8 @@ class Converter:
 
     def _next_batch(self) -> Batch | None:
         with self._changed:
-            ready = {i for i, r in enumerate(self._loaded) if r.conversion}
+            off = self._desk.disabled
+            ready = {i for i, r in enumerate(self._loaded) if r.conversion and r.rule.digest not in off}
             batch = self._queue.take(self._config.batch_pages, self._clock.now(), ready)
             if batch is None:
                 self._changed.wait(_WAIT_S)
@@ -280,6 +316,7 @@ class Converter:
             reasons["internal"] += len(batch.pages)
         with self._changed:
             self._totals.pages += made
+            self._loaded[batch.rule].pages += made
             self._totals.seconds += seconds
             self._totals.rejected += reasons
             self._queue.done(batch)

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,11 +27,14 @@ from moonpool.engine.pays import Payoff
 from moonpool.engine.prefix import Origins, PrefixLoader
 from moonpool.engine.publish import Publisher
 from moonpool.engine.request import Event, GenerateRequest, GenerateResult, Handle, OnEvent, Piece
+from moonpool.engine.rules import EngineRules
 from moonpool.engine.scheduler import Limits, Scheduler
 from moonpool.engine.sequence import RunningSequence
+from moonpool.engine.shadow import ShadowChecks
 from moonpool.engine.stats import EngineStats
 from moonpool.errors import DeadlineExceeded, ModelError, MoonpoolError, RequestError
 from moonpool.store.base import KVPool
+from moonpool.types import RuleStatus
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +80,13 @@ class Instance:
         shape = self._runner.shape
         self._on_load = _on_load(pool, spec, c2c, load_rule, self._clock) if pool and c2c else None
         self._fusion = _fusion(pool, spec, c2c, load_fuse_rule, self._runner.device) if pool and c2c else None
+        self._rules = _rules(pool, spec, c2c, self._on_load, self._clock) if pool and c2c else None
         payoff = _payoff(spec, c2c, self._runner.device.type) if c2c else None
         loader = (
             PrefixLoader(
                 pool,
                 shape,
-                _origins(origins),
+                _origins(origins, self._rules),
                 aliases=_aliases(pool, spec, c2c) if c2c else None,
                 on_load=self._on_load,
                 payoff=payoff,
@@ -91,7 +96,17 @@ class Instance:
             else None
         )
         self._publisher = Publisher(pool, shape, self._clock, depth=limits.store_queue) if pool else None
-        self._scheduler = Scheduler(self._runner, loader, self._publisher, limits, self._clock, fusion=self._fusion)
+        self._shadow = ShadowChecks(self._runner, self._rules, limits.prefill_chunk, Random()) if self._rules else None
+        self._scheduler = Scheduler(
+            self._runner,
+            loader,
+            self._publisher,
+            limits,
+            self._clock,
+            fusion=self._fusion,
+            rules=self._rules,
+            shadow=self._shadow,
+        )
 
     # -- text
 
@@ -176,6 +191,10 @@ class Instance:
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
 
+    def rules(self) -> list[RuleStatus]:
+        """What this engine has to say of each conversion rule of its model."""
+        return self._rules.statuses() if self._rules else []
+
     def wait_ready(self, timeout: float) -> bool:
         """Wait until the bundles of `on_load` and `fuse` rules are loaded or refused; False after `timeout` seconds (for each of
         the two). Requests need not wait: until then these rules serve nothing."""
@@ -206,11 +225,21 @@ class Instance:
         self.close()
 
 
-def _origins(given: Origins | Sequence[str]) -> Origins:
-    if callable(given):
-        return given
-    fixed = tuple(given)
-    return lambda wish: () if wish is False else fixed
+def _origins(given: Origins | Sequence[str], rules: EngineRules | None) -> Origins:
+    """As given, less those of rules that are not served now."""
+    fixed: tuple[str, ...] = () if callable(given) else tuple(given)
+
+    def wanted(wish: bool | None) -> Sequence[str]:
+        if callable(given):
+            return given(wish)
+        return () if wish is False else fixed
+
+    return (lambda wish: rules.allowed(wanted(wish))) if rules else wanted
+
+
+def _rules(pool: KVPool, spec: ModelSpec, c2c: C2CConfig, on_load: OnLoad | None, clock: Clock) -> EngineRules | None:
+    mine = _rules_for(spec, c2c)
+    return EngineRules(pool, mine, clock, on_load.status if on_load else lambda _: None) if mine else None
 
 
 def _on_load(pool: KVPool, spec: ModelSpec, c2c: C2CConfig, load: LoadRule | None, clock: Clock) -> OnLoad | None:

@@ -20,11 +20,14 @@ from torch import Tensor
 
 from moonpool.c2c.config import Rule
 from moonpool.c2c.convert import Conversion
+from moonpool.c2c.converter import status_of
+from moonpool.c2c.gate import GateRefused
 from moonpool.c2c.pages import unpack
 from moonpool.clock import Clock
 from moonpool.errors import MoonpoolError
 from moonpool.keys import PageKey
 from moonpool.store.base import KVPool
+from moonpool.types import RuleStatus
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +63,7 @@ class OnLoad:
         self._settled = threading.Event()
         self.refusals: dict[str, str] = {}
         """Rule name → why it is not served."""
+        self._gated: set[str] = set()  # of these: by the gate
         self.counts = Counter[str]()
         """Pages: `converted`, and those that were not, by reason."""
         self._thread = threading.Thread(target=self._load_all, name="moonpool-onload", daemon=True)
@@ -86,12 +90,20 @@ class OnLoad:
             try:
                 self._ready[rule.digest] = self._load_rule(rule)
             except MoonpoolError as e:
+                self._gated |= {rule.name} if isinstance(e, GateRefused) else set()
                 self.refusals[rule.name] = str(e)
                 log.warning("rule %s is not served: %s", rule.name, e)
             except Exception as e:  # process edge: an unforeseen fault refuses this rule and leaves the others serving
                 self.refusals[rule.name] = f"internal error: {e!r}"
                 log.exception("rule %s could not be loaded", rule.name)
         self._settled.set()
+
+    def status(self, rule: Rule) -> RuleStatus | None:
+        """What this engine has to say of a rule of its own; None for one of another mode."""
+        if rule not in self._rules:
+            return None
+        refusal = self.refusals.get(rule.name, "")
+        return status_of(rule, self._ready.get(rule.digest), refusal, by_gate=rule.name in self._gated)
 
     # -- the loader's thread
 

@@ -61,6 +61,8 @@ class PrefixPlan:
     """Tokens of pages that could have been had by conversion, and are computed because that is faster (`engine.pays`)."""
     shared: int = 0
     """Tokens of native pages that were read from another model of the same KV (`engine.alias`)."""
+    bundles: tuple[str, ...] = ()
+    """Digests of the bundles that made the converted pages, each once."""
 
     @property
     def loaded_pages(self) -> list[tuple[int, Kind]]:

@@ -112,7 +112,9 @@ class PrefixLoader:
                 found[i] = None
         final = plan_prefix(tokens, self._shape.tokens, found, must_compute=must_compute)
         shared = sum(self._aliases is not None and self._aliases.shared(matches[i]) for i, _ in final.loaded_pages)
-        return replace(final, declined=plan.declined, shared=shared * self._shape.tokens)
+        offers = [o for i, kind in final.loaded_pages if kind is Kind.CONVERTED and (o := _offer(matches[i]))]
+        bundles = tuple(dict.fromkeys(o.bundle for o in offers))
+        return replace(final, declined=plan.declined, shared=shared * self._shape.tokens, bundles=bundles)
 
     def _worthwhile(
         self, matches: Sequence[Found | None], found: list[Kind | None], tokens: int, must_compute: int

@@ -41,6 +41,7 @@ def extension_json(result: GenerateResult) -> Json:
             "shared": u.shared,
             "fused": u.fused,
         },
+        "bundles": [{"digest": d, "forced": d in u.forced} for d in u.bundles],
         "seconds": {
             "queue": t.queue,
             "lookup": t.lookup,

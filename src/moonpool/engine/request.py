@@ -118,6 +118,10 @@ class Usage:
     """Of the native ones: read from another model that has the same KV."""
     fused: int = 0
     """Whose cache was improved with another model's, however the target had come by it."""
+    bundles: tuple[str, ...] = ()
+    """Digests of the bundles that made the converted ones."""
+    forced: tuple[str, ...] = ()
+    """Of these: served although the gate refused them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from torch import Tensor
+
 from moonpool.clock import Clock
 from moonpool.engine.fuse import Fusion, SourceKV, Unfused
 from moonpool.engine.model import Runner
@@ -27,7 +29,9 @@ from moonpool.engine.plan import plan_prefix
 from moonpool.engine.prefix import LoadCounters, PrefixLoader
 from moonpool.engine.publish import Publisher, StoreCounters, StoreJob
 from moonpool.engine.request import EngineClosed, EngineFailed, QueueFull
+from moonpool.engine.rules import EngineRules
 from moonpool.engine.sequence import RunningSequence
+from moonpool.engine.shadow import ShadowChecks
 from moonpool.engine.stats import EngineStats, Totals
 from moonpool.errors import ConfigError, DeadlineExceeded, MoonpoolError
 
@@ -73,8 +77,11 @@ class Scheduler:
         clock: Clock,
         *,
         fusion: Fusion | None = None,
+        rules: EngineRules | None = None,
+        shadow: ShadowChecks | None = None,
     ) -> None:
         self._runner, self._loader, self._publisher, self._fusion = runner, loader, publisher, fusion
+        self._rules, self._shadow = rules, shadow
         self._limits, self._clock = limits, clock
         self._cond = threading.Condition()
         self._waiting: list[RunningSequence] = []
@@ -196,8 +203,11 @@ class Scheduler:
     def _model_loop(self) -> None:
         while True:
             with self._cond:
-                if not self._active and not self._ready:
+                idle = not self._active and not self._ready
+                check = self._shadow if idle and not self._waiting and self._loading is None else None
+                if idle and not (check and check.due):
                     self._cond.wait(_IDLE_S)
+                    check = None
                 if self._closing:
                     break
                 room = self._limits.max_batch - len(self._active)
@@ -206,6 +216,8 @@ class Scheduler:
                 self._drop_dead(self._active)
                 prefill = next((s for s in self._active if not s.prefilled), None)
                 decode = [s for s in self._active if s.prefilled]
+            if check is not None:
+                self._guarded([], partial(self._check, check))
             if prefill is not None:
                 self._guarded([prefill], partial(self._prefill, prefill))
             if decode:
@@ -228,7 +240,21 @@ class Scheduler:
         seq.keep_prompt_logits(logits)
         if seq.prefilled:
             self._store(seq)  # before the answer: another request may want this prefix now
+            self._mark(seq, logits[-1])
             seq.accept(logits[-1], now)
+        return True
+
+    def _mark(self, seq: RunningSequence, logits: Tensor) -> None:
+        """An answer over converted pages is counted, marked if their rule is served by force, and perhaps checked later."""
+        assert seq.plan is not None
+        if self._rules and seq.plan.bundles:
+            seq.forced = self._rules.forced(seq.plan.bundles)
+            self._rules.answered(seq.plan.bundles)
+            if self._shadow:
+                self._shadow.offer(seq.plan.bundles, seq.request.prompt, logits)
+
+    def _check(self, shadow: ShadowChecks) -> bool:
+        shadow.step()
         return True
 
     def _fuse(self, seq: RunningSequence, source: SourceKV) -> None:

@@ -53,6 +53,7 @@ class RunningSequence:
         self.generated: list[int] = []
         self.fusing: SourceKV | Unfused | None = None  # None: nobody wants this request fused
         self.fused = False
+        self.forced: tuple[str, ...] = ()
         self.stored_to = 0  # pages below this index were offered to the pool
         self.finish_reason: FinishReason | None = None
         self._cursor = 0
@@ -192,4 +193,6 @@ class RunningSequence:
             declined=self.plan.declined,
             shared=self.plan.shared,
             fused=self.fusing.tokens if self.fused and isinstance(self.fusing, SourceKV) else 0,
+            bundles=self.plan.bundles,
+            forced=self.forced,
         )

@@ -30,6 +30,8 @@ from moonpool.types import (
     PutOutcome,
     Removed,
     Replica,
+    Rules,
+    RuleStatus,
     TaskStatus,
 )
 from moonpool.wire.messages import MAX_BATCH, MAX_KEY
@@ -233,6 +235,18 @@ class KVPool(ABC):
     @abstractmethod
     def get_c2c_config(self) -> bytes:
         """The cluster's C2C config as the master holds it (JSON bytes; empty if none). `c2c.config` reads it."""
+
+    def report_rules(self, sender: str, rules: Sequence[RuleStatus]) -> Rules:
+        """Tell the pool what this process (`sender`) has to say of the conversion rules; the answer is what all have said, and
+        what is disabled. A pool without a master remembers nothing."""
+        return Rules()
+
+    def disable_rule(self, digest: str, reason: str) -> None:  # noqa: B027 - without a master there is nobody to tell
+        """Nobody in the cluster takes or makes pages of this bundle until it is enabled again."""
+
+    def enable_rule(self, digest: str) -> None:
+        """Undo `disable_rule`. Raises NotFound if it is not disabled, AccessDenied for who is no admin."""
+        raise NotFound("this rule is not disabled", key=digest)
 
     @abstractmethod
     def stats(self) -> PoolStats: ...

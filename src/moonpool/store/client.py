@@ -37,6 +37,8 @@ from moonpool.types import (
     PutOutcome,
     Removed,
     Replica,
+    Rules,
+    RuleStatus,
     TaskStatus,
 )
 from moonpool.wire import messages as m
@@ -384,6 +386,24 @@ class PoolClient(KVPool):
     def get_c2c_config(self) -> bytes:
         self._check_open()
         return self._master.call(m.GetC2C(), m.C2C)[1].config if self._master else b""
+
+    def report_rules(self, sender: str, rules: Sequence[RuleStatus]) -> Rules:
+        self._check_open()
+        if self._master is None:
+            return super().report_rules(sender, rules)
+        return self._master.call(m.ReportRules(sender, list(rules)), m.RulesAre)[1].rules
+
+    def disable_rule(self, digest: str, reason: str) -> None:
+        self._check_open()
+        if self._master:
+            self._master.call(m.DisableRule(digest, reason), m.Done)
+
+    def enable_rule(self, digest: str) -> None:
+        self._check_open()
+        if self._master is None:
+            return super().enable_rule(digest)
+        self._master.call(m.EnableRule(digest), m.Done)
+        return None
 
     def stats(self) -> PoolStats:
         """The figures of all messengers that answer, added up. Raises ConnectionLost if none does."""

@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from moonpool.types import MessengerInfo, Pin, PoolEvent, PoolStats, PutOptions, Removed, TaskStatus
+from moonpool.types import MessengerInfo, Pin, PoolEvent, PoolStats, PutOptions, Removed, Rules, RuleStatus, TaskStatus
 
 MAX_BATCH = 65536
 MAX_KEY = 1024
@@ -24,6 +24,7 @@ Keys: TypeAlias = Annotated[list[Key], msgspec.Meta(max_length=MAX_BATCH)]
 Ids: TypeAlias = Annotated[list[int], msgspec.Meta(max_length=MAX_BATCH)]
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
 Tenant: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TENANT, pattern=r"^[A-Za-z0-9._@/-]*$")]
+Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 Items: TypeAlias = Annotated[list[tuple[Key, Size]], msgspec.Meta(max_length=MAX_BATCH)]
 
 
@@ -351,6 +352,31 @@ class C2C(Message, frozen=True):
     config: bytes
 
 
+class ReportRules(Message, frozen=True):
+    """What `sender` has to say of the conversion rules, in place of what it said before; the answer is what all said. With an empty
+    sender: only ask."""
+
+    sender: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    rules: Annotated[list[RuleStatus], msgspec.Meta(max_length=256)] = []
+
+
+class RulesAre(Message, frozen=True):
+    rules: Rules
+
+
+class DisableRule(Message, frozen=True):
+    """Nobody takes or makes pages of this bundle until it is enabled again."""
+
+    digest: Digest
+    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
+
+
+class EnableRule(Message, frozen=True):
+    """An admin's verb: what a drift alarm stopped goes on only if somebody answers for it."""
+
+    digest: Digest
+
+
 # -- transfer engine
 
 
@@ -395,9 +421,21 @@ MessengerRequest: TypeAlias = (
     | GetStats
 )
 MasterRequest: TypeAlias = (
-    Hello | Register | Heartbeat | Publish | ListMessengers | Locate | SetQuota | GetQuotas | GetStats | GetC2C
+    Hello
+    | Register
+    | Heartbeat
+    | Publish
+    | ListMessengers
+    | Locate
+    | SetQuota
+    | GetQuotas
+    | GetStats
+    | GetC2C
+    | ReportRules
+    | DisableRule
+    | EnableRule
 )
-ADMIN: tuple[type[Message], ...] = (Drain, ListTenants, SetQuota)
+ADMIN: tuple[type[Message], ...] = (Drain, ListTenants, SetQuota, EnableRule)
 """Verbs that only an admin may use."""
 EngineRequest: TypeAlias = Hello | Describe | Notify
 Reply: TypeAlias = (
@@ -424,5 +462,6 @@ Reply: TypeAlias = (
     | Messengers
     | Located
     | C2C
+    | RulesAre
     | Described
 )

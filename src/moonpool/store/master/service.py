@@ -7,11 +7,14 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from moonpool.clock import Clock, SystemClock
 from moonpool.errors import NotFound, ProtocolError
+from moonpool.store.master.rules import RuleBook
 from moonpool.store.master.state import MasterState
 from moonpool.store.messenger.tenants import scoped
-from moonpool.types import MessengerInfo, PoolStats
+from moonpool.types import MessengerInfo, PoolStats, Rules
 from moonpool.wire import messages as m
 from moonpool.wire.auth import Peer
 from moonpool.wire.rpc import Service
@@ -30,6 +33,7 @@ class MasterService(Service):
     ) -> None:
         self.generation = secrets.token_hex(8)
         self._c2c = c2c_config
+        self._rules = RuleBook()
         self._state = MasterState(clock or SystemClock(), expiry_s=expiry_s)
         for tenant, limit in (quotas or {}).items():
             self._state.set_quota(tenant, limit)
@@ -105,9 +109,33 @@ class MasterService(Service):
             case m.GetStats():
                 return m.Stats(PoolStats(objects=self._state.keys))
             case m.GetC2C():
-                return m.C2C(self._c2c)
+                return m.C2C(self._config())
+            case _:
+                return self._answer_rules(request)
+
+    def _answer_rules(self, request: Any) -> m.Message:
+        match request:
+            case m.ReportRules(sender, rules):
+                if sender:
+                    self._rules.report(sender, rules)
+                return m.RulesAre(self._known_rules())
+            case m.DisableRule(digest, reason):
+                self._rules.disable(digest, reason)
+                return m.Done()
+            case m.EnableRule(digest):
+                self._rules.enable(digest)
+                return m.Done()
             case _:
                 raise ProtocolError("not a master's request", have=type(request).__name__)
+
+    def _config(self) -> bytes:
+        """The C2C config as it was given, with what is disabled by now."""
+        if not self._c2c or not self._rules.disabled:
+            return self._c2c
+        return msgspec.json.encode({**msgspec.json.decode(self._c2c), "disabled": self._rules.disabled})
+
+    def _known_rules(self) -> Rules:
+        return Rules(generation=self.generation, rules=self._rules.rules(), disabled=dict(self._rules.disabled))
 
     # -- for the owner and tests
 
@@ -118,6 +146,10 @@ class MasterService(Service):
     def keys(self) -> int:
         with self._lock:
             return self._state.keys
+
+    def rules(self) -> Rules:
+        with self._lock:
+            return self._known_rules()
 
     def quotas(self) -> dict[str, tuple[int, int]]:
         """Limit (-1: none) and bytes held, by tenant."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from moonpool.config import load
 from moonpool.errors import MoonpoolError, WrongSize
 from moonpool.keys import PageKey
 from moonpool.store.base import PLAIN, EventStream, KVPool, Match, ReadLease, Reservation, check_keys
+from moonpool.store.master.rules import RuleBook
 from moonpool.store.mooncake.admin import Admin
 from moonpool.store.mooncake.cluster import Cluster
 from moonpool.store.mooncake.config import MooncakeConfig, size_of
@@ -30,6 +32,8 @@ from moonpool.types import (
     PutOutcome,
     Removed,
     Replica,
+    Rules,
+    RuleStatus,
     Stored,
     TaskStatus,
 )
@@ -56,6 +60,7 @@ class MooncakePool(KVPool):
         self._reading: dict[SlabLease, list[Block]] = {}
         self._counts: Counter[str] = Counter()
         self._events = LocalEvents()
+        self._rules, self._generation = RuleBook(), secrets.token_hex(8)
         try:
             self.slab = Slab(slab_size)
             peer.register(self.slab.address, self.slab.capacity)
@@ -220,6 +225,21 @@ class MooncakePool(KVPool):
     def get_c2c_config(self) -> bytes:
         self._check_open()
         return self._c2c
+
+    def report_rules(self, sender: str, rules: Sequence[RuleStatus]) -> Rules:
+        """What this process's own parts said: an existing engine's cluster has no place for it."""
+        with self._lock:
+            self._rules.report(sender, rules)
+            return Rules(generation=self._generation, rules=self._rules.rules(), disabled=dict(self._rules.disabled))
+
+    def disable_rule(self, digest: str, reason: str) -> None:
+        """In this process only."""
+        with self._lock:
+            self._rules.disable(digest, reason)
+
+    def enable_rule(self, digest: str) -> None:
+        with self._lock:
+            self._rules.enable(digest)
 
     def stats(self) -> PoolStats:
         """Capacity, use, objects and evictions of the cluster (0 without `admin_address`; raises ConnectionLost if it does
