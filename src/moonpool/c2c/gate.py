@@ -177,7 +177,7 @@ def examine(bundle: Bundle, thresholds: Thresholds) -> Verdict:
 
 def unbound(report: Report, bundle: Bundle) -> str:
     """Why a report does not speak of this bundle's weights; empty if it does."""
-    need, have = bundle.sums[WEIGHTS], getattr(report, "weights", "")
+    need, have = bundle.sums[WEIGHTS], report.weights
     if not have:
         return "it does not say of which weights it speaks"
     return "" if have == need else f"it speaks of other weights: needed sha256 {need[:12]}…, is {have[:12]}…"

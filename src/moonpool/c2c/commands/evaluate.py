@@ -47,9 +47,10 @@ def evaluate(
     work: Work = None,
 ) -> None:
     """Judge a bundle on held-out text against the native cache and against controls."""
+    from msgspec.structs import replace
     from rich.console import Console
 
-    from moonpool.c2c.bundle import add_files, open_bundle
+    from moonpool.c2c.bundle import WEIGHTS, add_files, open_bundle
     from moonpool.c2c.judging import evaluate as judge
     from moonpool.c2c.judging import report as reports
 
@@ -63,6 +64,7 @@ def evaluate(
     other = _checked(open_bundle(compare), pair, page_size, parts) if compare else None
     evaluator = judge.Evaluator(*pair, _checked(opened, pair, page_size, parts), options, other)
     found = judge.evaluate(evaluator, parts.report, fact_documents(pair, prefix, facts, seed, page_size), console)
+    found = replace(found, weights=opened.sums[WEIGHTS])
     Console().print(reports.table(found))
     files = {"report.json": reports.to_json(found), "report.md": reports.markdown(found).encode()}
     if out:

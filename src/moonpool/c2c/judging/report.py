@@ -68,6 +68,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     r2_k: list[float]
     """Per target layer, of content keys on the held-out prefixes; reported, never gating (field-bugs O4)."""
     r2_v: list[float]
+    weights: str = ""
+    """sha256 of the bundle's weights: of these and no others the report speaks. Empty: it does not say."""
 
     def arm(self, name: str) -> Arm:
         """Raises BundleCorrupt if the report has no such arm."""
