@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from moonpool.c2c.calibration import rule_cost
 from moonpool.c2c.config import C2CConfig, Rule
-from moonpool.c2c.converter import load_conversion
+from moonpool.c2c.loading import load_conversion
 from moonpool.c2c.signature import ModelSpec
 from moonpool.clock import Clock, SystemClock
 from moonpool.engine.alias import Aliases
@@ -30,7 +30,7 @@ from moonpool.engine.request import Event, GenerateRequest, GenerateResult, Hand
 from moonpool.engine.rules import EngineRules
 from moonpool.engine.scheduler import Limits, Scheduler
 from moonpool.engine.sequence import RunningSequence
-from moonpool.engine.shadow import ShadowChecks
+from moonpool.engine.shadow import Histogram, ShadowChecks
 from moonpool.engine.stats import EngineStats
 from moonpool.errors import DeadlineExceeded, ModelError, MoonpoolError, RequestError
 from moonpool.store.base import KVPool
@@ -194,6 +194,18 @@ class Instance:
     def rules(self) -> list[RuleStatus]:
         """What this engine has to say of each conversion rule of its model."""
         return self._rules.statuses() if self._rules else []
+
+    def forced_rules(self) -> tuple[str, ...]:
+        """Bundle digests of those that are served although the gate refused them."""
+        return self._rules.forced([r.digest for r in self.rules()]) if self._rules else ()
+
+    def disabled_rules(self) -> Mapping[str, str]:
+        """Bundle digest → why nothing is taken of it, of those that are disabled."""
+        return self._rules.disabled() if self._rules else {}
+
+    def shadow_histogram(self) -> Histogram | None:
+        """KLs of the shadow checks so far; None where none can be."""
+        return self._shadow.histogram() if self._shadow else None
 
     def wait_ready(self, timeout: float) -> bool:
         """Wait until the bundles of `on_load` and `fuse` rules are loaded or refused; False after `timeout` seconds (for each of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from moonpool.engine.instance import Instance
@@ -35,6 +35,34 @@ class _Figures(Collector):
             yield family
 
 
+class _Rules(Collector):
+    """`moonpool_engine_rule_*`: the answers over each rule's pages, and what their shadow checks found."""
+
+    def __init__(self, instances: Mapping[str, Instance]) -> None:
+        self._instances = instances
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["model", "rule"]
+        answers = CounterMetricFamily(
+            "moonpool_engine_rule_requests", "Answers over a rule's converted pages", labels=[*labels, "forced"]
+        )
+        checks = CounterMetricFamily("moonpool_engine_shadow_checks", "Of these, checked against native", labels=labels)
+        agreed = CounterMetricFamily("moonpool_engine_shadow_agreed", "Checks with the same first token", labels=labels)
+        disabled = GaugeMetricFamily("moonpool_engine_rule_disabled", "1 while its pages are not taken", labels=labels)
+        kl = HistogramMetricFamily("moonpool_engine_shadow_kl", "KL of the first token, nats", labels=["model"])
+        for model, instance in self._instances.items():
+            forced, off = instance.forced_rules(), instance.disabled_rules()
+            for rule in instance.rules():
+                names = [model, rule.name]
+                answers.add_metric([*names, str(rule.digest in forced).lower()], rule.requests)
+                checks.add_metric(names, rule.checks)
+                agreed.add_metric(names, rule.agreed)
+                disabled.add_metric(names, float(rule.digest in off))
+            if histogram := instance.shadow_histogram():
+                kl.add_metric([model], *histogram)
+        yield from (answers, checks, agreed, disabled, kl)
+
+
 def _metric(field: str) -> str:
     return f"{field[:-2]}_seconds" if field.endswith("_s") else field
 
@@ -44,7 +72,7 @@ class EngineMetrics:
 
     def __init__(self, instances: Mapping[str, Instance], collectors: Sequence[Collector] = ()) -> None:
         self._registry = CollectorRegistry()
-        for collector in (_Figures(instances), *collectors):
+        for collector in (_Figures(instances), _Rules(instances), *collectors):
             self._registry.register(collector)
         self._ttft = self._histogram("moonpool_ttft_seconds", "Submission to first token", _TTFT_BUCKETS)
         self._tbt = self._histogram("moonpool_tbt_seconds", "Mean time between an answer's tokens", _TBT_BUCKETS)

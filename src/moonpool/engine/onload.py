@@ -20,8 +20,8 @@ from torch import Tensor
 
 from moonpool.c2c.config import Rule
 from moonpool.c2c.convert import Conversion
-from moonpool.c2c.converter import status_of
 from moonpool.c2c.gate import GateRefused
+from moonpool.c2c.loading import status_of
 from moonpool.c2c.pages import unpack
 from moonpool.clock import Clock
 from moonpool.errors import MoonpoolError

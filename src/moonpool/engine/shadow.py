@@ -9,8 +9,8 @@ A check has a cache of its own and neither reads from the pool nor writes to it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import TypeAlias
@@ -25,7 +25,8 @@ from moonpool.engine.rules import EngineRules
 
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Upper bounds of the histogram of KLs, nats."""
-OnCheck: TypeAlias = Callable[[str, float, bool], None]
+Histogram: TypeAlias = tuple[list[tuple[str, float]], float]
+"""(upper bound, checks up to it) of each bucket, and the sum of all KLs: as Prometheus takes it."""
 
 
 @dataclass(slots=True)
@@ -44,13 +45,21 @@ class ShadowChecks:
         self._runner, self._rules, self._chunk, self._random = runner, rules, chunk, random
         self._job: _Job | None = None
         self.skipped = 0
-        self.kls = Counter[float]()
-        """Checks by the smallest bucket that holds their KL; what is above all of them counts as infinity."""
-        self.kl_sum = 0.0
+        self._kls = Counter[float]()  # checks by the smallest bucket that holds their KL
+        self._kl_sum = 0.0
 
     @property
     def due(self) -> bool:
         return self._job is not None
+
+    def histogram(self) -> Histogram:
+        """What was found so far."""
+        counts: list[tuple[str, float]] = []
+        below = 0
+        for bound in (*BUCKETS, math.inf):
+            below += self._kls[bound]
+            counts.append((str(bound) if bound < math.inf else "+Inf", below))
+        return counts, self._kl_sum
 
     def offer(self, bundles: tuple[str, ...], prompt: list[int], logits: Tensor) -> None:
         """A request was prefilled over pages of these bundles, and `logits` `[vocab]` say its first token. Pages of several
@@ -80,8 +89,8 @@ class ShadowChecks:
 
     def _compare(self, job: _Job, native: Tensor) -> None:
         kl, same = divergence(native, job.converted)
-        self.kls[next((b for b in BUCKETS if kl <= b), float("inf"))] += 1
-        self.kl_sum += kl
+        self._kls[next((b for b in BUCKETS if kl <= b), math.inf)] += 1
+        self._kl_sum += kl
         self._rules.checked(job.bundle, kl, same)
 
 
