@@ -138,6 +138,6 @@ def test_the_mlp_learns_and_folds_its_scales(stores: tuple[CaptureStore, Capture
     assert first.heldout_mse < 0.98
     x, y = (torch.cat([rows(s.get(d), None)[1:] for d in parts.choose]) for s in stores)
     found = first.projector.project(x)
-    deviation = torch.cat([rows(stores[1].get(d), None)[1:] for d in parts.train]).std(0)
+    deviation = torch.cat([rows(stores[1].get(d), None)[1:] for d in parts.train]).std(0, correction=0)
     assert float(((found - y) / deviation).square().mean()) == pytest.approx(first.heldout_mse, rel=1e-3)
     torch.testing.assert_close(again.projector.project(x), found)
