@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moonpool.c2c.projectors import build_projector
 from moonpool.c2c.projectors.base import Projector
+from moonpool.c2c.projectors.coded import CodedParameters, CodedProjector
 from moonpool.c2c.projectors.headlocal import HeadLocalParameters, HeadLocalProjector
 from moonpool.c2c.projectors.trunk import TrunkParameters, TrunkProjector
 from moonpool.errors import BundleCorrupt
@@ -47,6 +48,13 @@ def head_local(shell: bool = False) -> HeadLocalProjector:
         for t, pair in enumerate(SOURCES)
     ]
     return HeadLocalProjector(p, weights, randn(2, 2, 4, seed=7), randn(2, 2, seed=8) if shell else None)
+
+
+def coded(shell: bool = False) -> CodedProjector:
+    """The trunk beside a code of 5 numbers."""
+    inner = trunk(shell)
+    p = CodedParameters(**inner.parameters(), code=5)
+    return CodedProjector(p, inner, (randn(12, 5, seed=20), randn(5, seed=21), randn(5, 3, seed=22)))
 
 
 def layer_major(x: Tensor) -> Tensor:
@@ -128,3 +136,31 @@ def test_what_is_stored_builds_the_same_again(made: Projector) -> None:
 def test_what_does_not_fit_is_refused(made: Projector, change: dict[str, Any]) -> None:
     with pytest.raises(BundleCorrupt):
         build_projector(made.kind, made.parameters() | change, made.tensors())
+
+
+@pytest.mark.parametrize("shell", [False, True])
+def test_a_coded_trunk_adds_what_layer_0_says_of_the_token(shell: bool) -> None:
+    p, x = coded(shell), randn(7, 4, 2, 6, seed=3)
+    w = p.tensors()
+    h = torch.nn.functional.gelu(x[:, 0].flatten(1) @ w["code.weight"] + w["code.offset"])
+    z = x.flatten(1) @ w["down.weight"] + h @ w["read.weight"]
+    want = (z @ w["up.weight"]).view(7, 2, 2, 4) + w["bias"]
+    if shell:
+        heads = want[:, :, 0].unflatten(-1, (2, 2))
+        heads *= torch.rsqrt(heads.square().mean(-1, keepdim=True) + 1e-6) * w["shell"][None, :, None]
+    for given in (x, layer_major(x)):
+        kept = given.clone()
+        torch.testing.assert_close(p.project(given), want)
+        assert torch.equal(given, kept)
+    assert p.flops_per_token() == 2 * (48 * 3 + 3 * 16 + 12 * 5 + 5 * 3)
+    again = build_projector("coded", p.parameters(), p.tensors())
+    assert torch.equal(again.project(x), p.project(x))
+
+
+def test_a_coded_trunk_refuses_what_does_not_fit() -> None:
+    p = coded()
+    for name, wrong in (("code.weight", randn(11, 5)), ("read.weight", randn(5, 4)), ("code.offset", randn(4))):
+        with pytest.raises(BundleCorrupt, match="shape"):
+            build_projector("coded", p.parameters(), {**p.tensors(), name: wrong})
+    with pytest.raises(BundleCorrupt, match="token's"):
+        build_projector("coded", {**p.parameters(), "key_space": "rotated"}, p.tensors())

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from moonpool.c2c.projectors.base import Projector, Stored
+from moonpool.c2c.projectors.coded import CodedProjector
 from moonpool.c2c.projectors.fuse import Fuser
 from moonpool.c2c.projectors.headlocal import HeadLocalProjector
 from moonpool.c2c.projectors.identity import IdentityProjector
@@ -19,7 +20,16 @@ from moonpool.errors import BundleCorrupt, ConversionRefused
 S = TypeVar("S", bound=Stored)
 
 _KINDS: dict[str, type[Stored]] = {
-    c.kind: c for c in (IdentityProjector, LinearProjector, HeadLocalProjector, TrunkProjector, MlpProjector, Fuser)
+    c.kind: c
+    for c in (
+        IdentityProjector,
+        LinearProjector,
+        HeadLocalProjector,
+        TrunkProjector,
+        CodedProjector,
+        MlpProjector,
+        Fuser,
+    )
 }
 
 

@@ -50,8 +50,9 @@ class TrunkProjector(Projector):
     def source_layers(self) -> list[int]:
         return list(range(self._p.source_layers))
 
-    def project(self, x: Tensor) -> Tensor:
-        latent = x.new_zeros(len(x), self._p.rank)
+    def project(self, x: Tensor, latent: Tensor | None = None) -> Tensor:
+        """`latent` `[N, rank]`: what the sum over the layers is added to, in place."""
+        latent = x.new_zeros(len(x), self._p.rank) if latent is None else latent
         for s, weight in enumerate(self._by_layer):  # a layer's tokens lie together: nothing is copied
             latent.addmm_(x[:, s].flatten(1), weight)
         y = torch.addmm(self._biases.flatten(), latent, self._up).view(len(x), *self._biases.shape)
