@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from moonpool.c2c.fitting.capture import CaptureStore
+from moonpool.c2c.fitting.coded import fit_coded
 from moonpool.c2c.fitting.features import rows
 from moonpool.c2c.fitting.gather import Documents, Pass, Weighting, key_gains
 from moonpool.c2c.fitting.headlocal import fit_head_local
@@ -18,12 +19,14 @@ from moonpool.c2c.fitting.ridge import fit_linear
 from moonpool.c2c.fitting.scores import scores
 from moonpool.c2c.fitting.selection import solve
 from moonpool.c2c.fitting.trunk import fit_trunk
-from moonpool.errors import ConversionRefused
+from moonpool.errors import ConfigError, ConversionRefused
 from tests.c2c.tiny import documents, tiny_model
 
 QUIET = Console(quiet=True)
 PARTS = Documents(documents(6, 128), documents(2, 128, seed=50))
 Stores = tuple[CaptureStore, CaptureStore]
+LAYER = 64
+"""Columns of one source layer."""
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +115,23 @@ def test_head_local_is_refused_between_unequal_heads(stores: Stores, tmp_path: P
     (tmp_path / "one" / "tokenizer.json").write_bytes((stores[0].folder / "tokenizer.json").read_bytes())
     with pytest.raises(ConversionRefused, match="equal KV-head counts"):
         fit_head_local(stores[0], CaptureStore(tmp_path, tmp_path / "one"), PARTS, FitOptions(), QUIET)
+
+
+def test_a_code_of_the_token_explains_what_no_affine_map_can(stores: Stores) -> None:
+    """The target's values of layer 0 are its own table of tokens. Judged on the rows of the fit: the tiny models' tokens are many
+    and the documents few."""
+    parts, left = Documents(PARTS.train, PARTS.train), []
+    for found in (
+        fit_trunk(*stores, parts, FitOptions(rank=64), QUIET, lambdas=(1e-3,)).projector,
+        fit_coded(*stores, parts, FitOptions(rank=64, code=4 * LAYER), QUIET, lambdas=(1e-3,)).projector,
+    ):
+        x = torch.cat([rows(stores[0].get(d), stores[0].spec.rope)[1:] for d in parts.train])
+        y = torch.cat([rows(stores[1].get(d), stores[1].spec.rope)[1:] for d in parts.train])
+        made = found.project(x)
+        left.append(float((made - y)[:, 0, 1].square().sum() / (y - y.mean(0))[:, 0, 1].square().sum()))
+    assert left[1] < 0.9 * left[0]
+
+
+def test_a_code_is_whole_layers_wide(stores: Stores) -> None:
+    with pytest.raises(ConfigError, match="multiple"):
+        fit_coded(*stores, PARTS, FitOptions(rank=8, code=LAYER + 1), QUIET)

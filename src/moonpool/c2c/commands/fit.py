@@ -46,6 +46,7 @@ class Variant(Enum):
     FULL = "full"
     HEAD_LOCAL = "head-local"
     TRUNK = "trunk"
+    CODED = "coded"
 
 
 class Choose(Enum):
@@ -64,11 +65,17 @@ def fit(
         Variant,
         typer.Option(
             help="full: all heads of a few source layers; head-local: head h from head h alone; trunk: a low-rank latent of all "
-            "source layers"
+            "source layers; coded: a trunk that also reads a code of the token"
         ),
     ] = Variant.FULL,
     layers_per_target: Annotated[int, typer.Option(min=1, help="source layers that each target layer reads")] = 4,
-    rank: Annotated[int, typer.Option(min=1, help="width of the latent, for --variant trunk")] = 512,
+    rank: Annotated[int, typer.Option(min=1, help="width of the latent, for --variant trunk and coded")] = 512,
+    code: Annotated[
+        int,
+        typer.Option(
+            min=0, help="width of the token's code, for --variant coded: a multiple of a source layer's K and V"
+        ),
+    ] = 1024,
     tokens: Tokens = 24576,
     seed: Seed = 0,
     window: Annotated[int, typer.Option(min=0, help="candidate layers around the aligned ones; 0 = all")] = 6,
@@ -109,8 +116,8 @@ def fit(
         raise ConfigError(
             "only the full variant is distilled by fit", have=f"--variant {variant.value}", need="--steps 0"
         )
-    if variant is Variant.HEAD_LOCAL and repair_values:
-        raise ConfigError("a head-local fit has no --repair-values", need="--variant full or trunk")
+    if variant in (Variant.HEAD_LOCAL, Variant.CODED) and repair_values:
+        raise ConfigError(f"a {variant.value} fit has no --repair-values", need="--variant full or trunk")
     console, pair = open_console(), open_stores(source, target, work)
     parts = split_texts(pair, text, tokens, seed, prefix, held)
     asked = fact_documents(pair, prefix, facts, seed + OTHER_FACTS)
@@ -128,6 +135,8 @@ def fit(
             choose=choose.value,
             repair_values=repair_values,
             rank=rank,
+            code=code,
+            seed=seed,
             memory=round(memory * 1e9),
         )
         distil = DistilOptions(steps=steps, seed=seed)
@@ -147,6 +156,7 @@ def _closed_form(
     prefix: int,
     console: Console,
 ) -> Projector:
+    from moonpool.c2c.fitting.coded import fit_coded
     from moonpool.c2c.fitting.headlocal import fit_head_local
     from moonpool.c2c.fitting.ridge import fit_linear
     from moonpool.c2c.fitting.selection import LAMBDAS
@@ -167,6 +177,10 @@ def _closed_form(
             trunk = fit_trunk(*pair, documents, options[0], console, ridges)
             _show(pair, documents, options[0], trunk.projector, trunk.layers, console)
             return trunk.projector
+        case Variant.CODED:
+            coded = fit_coded(*pair, documents, options[0], console)
+            _show(pair, documents, options[0], coded.projector, [], console)
+            return coded.projector
 
 
 def _show(

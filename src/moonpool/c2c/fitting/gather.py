@@ -79,8 +79,11 @@ class Pass:
 
     def moments_path(self, documents: Sequence[Tensor]) -> Path:
         names = [(side, store.path(d).name) for d in documents for side, store in self._sides()]
-        facts = [("attention", str(self.weighting.attention)), ("gains", str(self.weighting.gains is not None))]
-        return self.source.work / "moments" / f"{digest('moonpool.moments', [*names, *facts])}.safetensors"
+        return self.source.work / "moments" / f"{digest('moonpool.moments', [*names, *self.facts()])}.safetensors"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What besides the documents decides the rows."""
+        return [("attention", str(self.weighting.attention)), ("gains", str(self.weighting.gains is not None))]
 
     def moments(self, documents: Sequence[Tensor], console: Console, clock: Clock | None = None) -> Moments:
         """Moments of all documents, from disk as far as they are there."""

@@ -41,6 +41,10 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Training documents, at most, that give averaged rows."""
     rank: int = 512
     """Width of the latent, for the trunk."""
+    code: int = 0
+    """Width of the token's code, for the coded trunk: a multiple of a source layer's."""
+    seed: int = 0
+    """Of the code's directions."""
     memory: int = 0
     """Bytes that the fit may take; 0 = no limit."""
 
@@ -99,9 +103,10 @@ def prepare(
     options: FitOptions,
     console: Console,
     extra: int = 0,
+    rows: Pass | None = None,
 ) -> Prepared:
-    """States the memory bound, then gathers. `extra`: bytes that the solver takes besides. Raises ConfigError (no document, or
-    more memory than allowed), ModelError."""
+    """States the memory bound, then gathers. `extra`: bytes that the solver takes besides; `rows`: other columns than the
+    layers. Raises ConfigError (no document, or more memory than allowed), ModelError."""
     if not documents.train or not documents.choose:
         raise ConfigError("documents are needed to fit on and to choose by", have="none")
     need = memory_bound(source, target, documents, options) + extra
@@ -113,7 +118,8 @@ def prepare(
             have=f"{options.memory / 1e9:.2f} GB",
             fix="Raise --memory, hold out fewer documents, or capture with a separate fit first.",
         )
-    rows = Pass(source, target, Weighting(options.attention, key_gains(target) if options.shell else None))
+    if rows is None:
+        rows = Pass(source, target, Weighting(options.attention, key_gains(target) if options.shell else None))
     moments = rows.moments(documents.train, console)
     return Prepared(rows, documents, options, moments, rows.holdout(documents.choose))
 

@@ -48,7 +48,7 @@ def fit_trunk(
     """Fit a latent of `options.rank` numbers a token. Raises as `fit_linear`."""
     d, e = 2 * width_of(source.spec) * source.spec.num_layers, 2 * width_of(target.spec) * target.spec.num_layers
     start = prepare(source, target, documents, options, console, extra=8 * (3 * d * d + 3 * d * e + 3 * e * e))
-    made, ridge = _best(start, lambdas, min(options.rank, d, e), console)
+    made, ridge = best_trunk(start, lambdas, min(options.rank, d, e), console)
     shares = [0.0] * target.spec.num_layers
     if options.repair_values:
         made, shares = _repaired(start, made, ridge, console)
@@ -59,7 +59,10 @@ def fit_trunk(
     return TrunkFit(made, layers, ridge)
 
 
-def _best(start: Prepared, lambdas: tuple[float, ...], rank: int, console: Console) -> tuple[TrunkProjector, float]:
+def best_trunk(
+    start: Prepared, lambdas: tuple[float, ...], rank: int, console: Console
+) -> tuple[TrunkProjector, float]:
+    """The trunk of the λ that leaves least on the held-out rows, and that λ. It reads all columns of the moments as layers."""
     best: tuple[float, float, TrunkProjector] | None = None
     for i in progress(range(len(lambdas)), "ridge terms", console):
         made = _solve(start, lambdas[i], rank)
@@ -118,7 +121,7 @@ def _solve(start: Prepared, ridge: float, rank: int) -> TrunkProjector:
     up = leading.T * scale
     bias = m.mean_y(columns) - (m.mean_x(every) @ down) @ up
     parameters = TrunkParameters(
-        source_layers=source.num_layers,
+        source_layers=len(m.layers),
         source_width=width_of(source),
         target_layers=target.num_layers,
         target_width=width_of(target),
