@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,6 +20,7 @@ from moonpool import paths
 from moonpool.c2c.config import C2CConfig, C2CFile, ModelEntry, RuleEntry, check, resolve
 from moonpool.c2c.signature import load_spec
 from moonpool.config import load
+from moonpool.engine.draft import DraftModel
 from moonpool.engine.instance import Instance
 from moonpool.engine.model import Compute
 from moonpool.engine.scheduler import Limits
@@ -47,6 +49,19 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return Limits(prefill_chunk=self.prefill_chunk, max_batch=self.max_batch, max_queue=self.max_queue)
 
 
+class DraftEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: str
+    """A name from `c2c.models`: a small model with the same tokenizer."""
+    tokens: int = 4
+    """Guessed at a time."""
+
+
+class InstanceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: str
+    draft: DraftEntry | None = None
+    """Guesses tokens ahead; the answers stay the same (`engine.speculative`)."""
+
+
 class ServerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 8000
@@ -59,8 +74,8 @@ class SystemConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pool: PoolSection = PoolSection()
     engine: EngineSection = EngineSection()
     server: ServerSection = ServerSection()
-    instances: list[str] = []
-    """Names from `c2c.models` to serve; all of them if empty."""
+    instances: list[str | InstanceEntry] = []
+    """Models to serve, each a name from `c2c.models` or an entry with options; all of them if empty."""
     c2c: C2CFile
 
 
@@ -80,24 +95,29 @@ class System:
         c2c: C2CConfig,
         *,
         capacity: int,
-        serve: list[str] | None = None,
+        serve: Sequence[str | InstanceEntry] | None = None,
         engine: EngineSection | None = None,
     ) -> None:
-        unknown = [n for n in serve or [] if n not in c2c.models]
+        entries = [InstanceEntry(model=e) if isinstance(e, str) else e for e in serve or list(c2c.models)]
+        named = [n for e in entries for n in (e.model, *([e.draft.model] if e.draft else []))]
+        unknown = [n for n in named if n not in c2c.models]
         if unknown:
             raise ConfigError(f"unknown model `{unknown[0]}` under instances", have=", ".join(sorted(c2c.models)))
         self.c2c, self._engine = c2c, engine or EngineSection()
         self.pool = Pool.open(capacity, c2c=c2c)
         self.instances: dict[str, Instance] = {}
         try:
-            for name in serve or list(c2c.models):
-                self.instances[name] = self._instance(name)
+            for entry in entries:
+                self.instances[entry.model] = self._instance(entry)
         except BaseException:
             self.close()
             raise
 
-    def _instance(self, name: str) -> Instance:
-        model = self.c2c.models[name]
+    def _instance(self, entry: InstanceEntry) -> Instance:
+        model, draft = self.c2c.models[entry.model], None
+        if entry.draft:
+            small = self.c2c.models[entry.draft.model]
+            draft = DraftModel(ref=small.ref, spec=small.spec, tokens=entry.draft.tokens)
         return Instance(
             model.ref,
             model.spec,
@@ -105,6 +125,7 @@ class System:
             page_size=self.c2c.page_size,
             origins=lambda requested: self.c2c.origins(model.owner, requested),
             c2c=self.c2c,
+            draft=draft,
             limits=self._engine.limits(),
             compute=self._engine.compute,
         )

@@ -28,6 +28,7 @@ class Extension(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     allow_converted: bool | None = None
     wait_converted_s: float = 0.0
+    speculate: bool = True
 
 
 class Common(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,5 +175,6 @@ def to_request(body: CompletionBody | ChatBody, instance: Instance) -> GenerateR
         logprobs=body.wanted_logprobs(),
         allow_converted=body.moonpool.allow_converted,
         wait_converted_s=body.moonpool.wait_converted_s,
+        speculate=body.moonpool.speculate,
         salt=body.cache_salt,
     )

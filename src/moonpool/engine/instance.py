@@ -20,6 +20,7 @@ from moonpool.c2c.loading import load_conversion
 from moonpool.c2c.signature import ModelSpec
 from moonpool.clock import Clock, SystemClock
 from moonpool.engine.alias import Aliases
+from moonpool.engine.draft import Draft, DraftModel
 from moonpool.engine.fuse import Fusion, LoadFuser, load_fuser
 from moonpool.engine.model import Compute, Runner
 from moonpool.engine.onload import LoadRule, OnLoad
@@ -31,6 +32,7 @@ from moonpool.engine.rules import EngineRules
 from moonpool.engine.scheduler import Limits, Scheduler
 from moonpool.engine.sequence import RunningSequence
 from moonpool.engine.shadow import Histogram, ShadowChecks
+from moonpool.engine.speculative import Speculation
 from moonpool.engine.stats import EngineStats
 from moonpool.errors import DeadlineExceeded, ModelError, MoonpoolError, RequestError
 from moonpool.store.base import KVPool
@@ -48,7 +50,7 @@ class Instance:
     `origins` says which bundles' pages this model may take: a fixed list of digests, or a function of the request's own wish
     (`C2CConfig.origins`). Of the rules in `c2c` those for this model are asked whether a converted prefix pays, and those of
     modes `on_load` and `fuse` are run here; `load_rule` and `load_fuse_rule` make their conversions (default: fetch, verify and
-    check the bundle).
+    check the bundle). A `draft` guesses tokens ahead, which changes no answer (`engine.speculative`).
     Without a pool nothing is loaded or stored. The pool is not closed: whoever opened it does.
     Raises ModelError if model or tokenizer cannot be loaded, ConfigError for limits that make no sense.
     """
@@ -64,6 +66,7 @@ class Instance:
         c2c: C2CConfig | None = None,
         load_rule: LoadRule | None = None,
         load_fuse_rule: LoadFuser | None = None,
+        draft: DraftModel | None = None,
         limits: Limits | None = None,
         compute: Compute = "auto",
         device: str = "cpu",
@@ -97,6 +100,21 @@ class Instance:
         )
         self._publisher = Publisher(pool, shape, self._clock, depth=limits.store_queue) if pool else None
         self._shadow = ShadowChecks(self._runner, self._rules, limits.prefill_chunk, Random()) if self._rules else None
+        speculation = None
+        if draft:
+            guesser = Draft(
+                draft,
+                spec,
+                pool,
+                page_size=page_size,
+                chunk=limits.prefill_chunk,
+                clock=self._clock,
+                c2c=c2c,
+                load_rule=load_rule,
+                compute=compute,
+                device=device,
+            )
+            speculation = Speculation(self._runner, guesser, self._clock)
         self._scheduler = Scheduler(
             self._runner,
             loader,
@@ -106,6 +124,7 @@ class Instance:
             fusion=self._fusion,
             rules=self._rules,
             shadow=self._shadow,
+            speculation=speculation,
         )
 
     # -- text

@@ -40,6 +40,9 @@ def extension_json(result: GenerateResult) -> Json:
             "declined": u.declined,
             "shared": u.shared,
             "fused": u.fused,
+            "drafted": u.drafted,
+            "accepted": u.accepted,
+            "replayed": u.replayed,
         },
         "bundles": [{"digest": d, "forced": d in u.forced} for d in u.bundles],
         "seconds": {

@@ -52,6 +52,8 @@ class GenerateRequest:
     """Take converted pages: yes, no, or (None) as the rules say."""
     wait_converted_s: float = 0.0
     """Wait so long for conversions that are under way. 0: a page that is not there is a miss."""
+    speculate: bool = True
+    """Let the instance's draft, if it has one, guess ahead. The answer is the same."""
     salt: str = ""
     """Requests of different salts share no pages."""
     deadline_s: float = 600.0
@@ -122,6 +124,12 @@ class Usage:
     """Digests of the bundles that made the converted ones."""
     forced: tuple[str, ...] = ()
     """Of these: served although the gate refused them."""
+    drafted: int = 0
+    """Tokens of the answer that the draft guessed."""
+    accepted: int = 0
+    """Of these: right."""
+    replayed: int = 0
+    """Computed once more, one by one, because rounding could have decided between two tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ from moonpool.engine.request import EngineClosed, EngineFailed, QueueFull
 from moonpool.engine.rules import EngineRules
 from moonpool.engine.sequence import RunningSequence
 from moonpool.engine.shadow import ShadowChecks
+from moonpool.engine.speculative import Speculation
 from moonpool.engine.stats import EngineStats, Totals
 from moonpool.errors import ConfigError, DeadlineExceeded, MoonpoolError
 
@@ -79,9 +80,10 @@ class Scheduler:
         fusion: Fusion | None = None,
         rules: EngineRules | None = None,
         shadow: ShadowChecks | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._runner, self._loader, self._publisher, self._fusion = runner, loader, publisher, fusion
-        self._rules, self._shadow = rules, shadow
+        self._rules, self._shadow, self._speculation = rules, shadow, speculation
         self._limits, self._clock = limits, clock
         self._cond = threading.Condition()
         self._waiting: list[RunningSequence] = []
@@ -195,6 +197,8 @@ class Scheduler:
         else:
             seq.plan = plan_prefix(prompt, self._runner.shape.tokens, [])
         seq.kv = kv
+        if self._speculation:
+            self._speculation.fetch(seq)
         seq.timing.load = self._clock.now() - looked
         return True
 
@@ -269,7 +273,9 @@ class Scheduler:
             seq.kv, seq.fused = made, True
 
     def _decode(self, batch: list[RunningSequence]) -> bool:
-        """One token for each sequence."""
+        """One token for each sequence; perhaps several for one that decodes alone."""
+        if len(batch) == 1 == len(self._active) and self._speculation and self._speculation.step(batch[0]):
+            return True
         start = self._clock.now()
         caches = [s.kv for s in batch if s.kv is not None]
         logits = self._runner.forward(caches, [[s.generated[-1]] for s in batch], keep=1)

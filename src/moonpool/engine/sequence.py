@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from moonpool.engine.request import (
 from moonpool.engine.sampling import TokenLogprob, make_generator, sample, token_logprob
 from moonpool.engine.text import IncrementalText, StopBuffer
 from moonpool.keys import KVIdentity, PageKey
+
+if TYPE_CHECKING:
+    from moonpool.engine.draft import Drafting
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +58,14 @@ class RunningSequence:
         self.fusing: SourceKV | Unfused | None = None  # None: nobody wants this request fused
         self.fused = False
         self.forced: tuple[str, ...] = ()
+        self.drafting: Drafting | None = None  # None: nothing is guessed for this request
+        self.drafted = self.accepted = self.replayed = 0
         self.stored_to = 0  # pages below this index were offered to the pool
         self.finish_reason: FinishReason | None = None
         self._cursor = 0
         self._on_event = on_event
         self._eos = frozenset() if request.ignore_eos else eos
-        self._generator = make_generator(request.sampling.seed)
+        self.generator = make_generator(request.sampling.seed)
         self._incremental, self._stop = IncrementalText(decode), StopBuffer(request.stop)
         self._pieces: list[str] = []
         self._logprobs: list[TokenLogprob] = []
@@ -117,7 +123,7 @@ class RunningSequence:
             return
         if not self.generated:
             self.timing.ttft = now - self.submitted
-        token = sample(logits, self.request.sampling, self._generator)
+        token = sample(logits, self.request.sampling, self.generator)
         if token in self._eos:
             self.finish_reason = "stop"
             return
@@ -165,7 +171,7 @@ class RunningSequence:
 
     def _close(self, event: Event) -> None:
         self.closed = True
-        self.kv = None
+        self.kv = self.drafting = None
         self._prompt_logits = []
         self._emit(event)
 
@@ -195,4 +201,7 @@ class RunningSequence:
             fused=self.fusing.tokens if self.fused and isinstance(self.fusing, SourceKV) else 0,
             bundles=self.plan.bundles,
             forced=self.forced,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            replayed=self.replayed,
         )

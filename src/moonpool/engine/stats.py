@@ -65,6 +65,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     requests_unfused: int = 0
     """Wanted that, but the source's pages were not all there, or its fuser was not."""
     tokens_fused: int = 0
+    tokens_drafted: int = 0
+    """Of answers: guessed by the draft."""
+    tokens_accepted: int = 0
+    """Of these: right."""
+    tokens_replayed: int = 0
+    """Computed once more because rounding could have decided between two tokens."""
 
 
 @dataclass(slots=True)
@@ -85,6 +91,9 @@ class Totals:
     unfused: int = 0
     tokens_fused: int = 0
     shared: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    replayed: int = 0
     queue: float = 0.0
     lookup: float = 0.0
     load: float = 0.0
@@ -110,6 +119,9 @@ class Totals:
         self.unfused += isinstance(seq.fusing, Unfused)
         self.tokens_fused += usage.fused
         self.shared += usage.shared
+        self.drafted += usage.drafted
+        self.accepted += usage.accepted
+        self.replayed += usage.replayed
         for name in ("queue", "lookup", "load", "prefill", "decode", "ttft"):
             setattr(self, name, getattr(self, name) + getattr(seq.timing, name))
 
@@ -147,6 +159,9 @@ class Totals:
             requests_fused=self.fused,
             requests_unfused=self.unfused,
             tokens_fused=self.tokens_fused,
+            tokens_drafted=self.drafted,
+            tokens_accepted=self.accepted,
+            tokens_replayed=self.replayed,
             on_load_pages=load.on_load["converted"],
             on_load_failed=load.on_load.total() - load.on_load["converted"] - load.on_load["not_stored"],
         )

@@ -1,0 +1,196 @@
+"""The draft's side of speculative decoding: a small model that guesses what the engine's own model will choose.
+
+Its cache of the prompt is taken, page by page, from the first of these that there is: its own page in the pool; a page
+converted ahead, in the pool; a conversion here and now of the *large* model's cache of this very request; its own prefill.
+Page 0 and the last full page are never converted (`engine.plan`). No answer depends on any of it (`engine.speculative`), so
+the gate has no say here: a poor bundle costs time, never quality. Nothing of the draft's is stored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from moonpool.c2c.config import C2CConfig, Rule
+from moonpool.c2c.convert import Conversion
+from moonpool.c2c.loading import load_conversion
+from moonpool.c2c.signature import Difference, ModelSpec, check_contract
+from moonpool.clock import Clock
+from moonpool.engine.cache import SequenceKV
+from moonpool.engine.model import Compute, Runner
+from moonpool.engine.plan import Kind, Load, PrefixPlan, plan_prefix
+from moonpool.engine.prefix import PrefixLoader
+from moonpool.engine.sequence import RunningSequence
+from moonpool.errors import ConfigError, MoonpoolError
+from moonpool.store.base import KVPool
+
+log = logging.getLogger(__name__)
+
+MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModel:
+    """Which model drafts, and how many tokens at a time."""
+
+    ref: str
+    spec: ModelSpec
+    tokens: int = 4
+
+    def check(self, target: ModelSpec) -> None:
+        """Raises ConfigError, or ConversionRefused where the two models do not mean the same by a token."""
+        if not 1 <= self.tokens <= MAX_TOKENS:
+            raise ConfigError("draft.tokens out of range", need=f"1..{MAX_TOKENS}", have=str(self.tokens))
+        mine, theirs = self.spec.tokenizer, target.tokenizer
+        found = [] if mine == theirs else [Difference("tokenizer", theirs, mine)]
+        check_contract(f"{self.spec.name} drafts for {target.name}", found)
+
+
+@dataclass(slots=True)
+class Drafting:
+    """The draft's side of one sequence. Owned by the loader's thread, then by the model's."""
+
+    kv: SequenceKV
+    found: list[Kind | None]
+    """Per page of the prompt: what is in `kv` already."""
+    plan: PrefixPlan | None = None
+    """None until the rest of the prompt's cache was made."""
+    exact_to: int = 0
+    """So many tokens of the large model's cache are those of plain decoding, bit for bit."""
+    failed: bool = False
+
+
+class Draft:
+    """Proposes tokens for one model. `fetch` is for the loader's thread, all else for the model's."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        target: ModelSpec,
+        pool: KVPool | None,
+        *,
+        page_size: int,
+        chunk: int,
+        clock: Clock,
+        c2c: C2CConfig | None = None,
+        load_rule: Callable[[Rule], Conversion] | None = None,
+        compute: Compute = "auto",
+        device: str = "cpu",
+    ) -> None:
+        """Loads the draft, and the bundle of the rule from `target` to it if `c2c` has one; a bundle that cannot be loaded is
+        no error. Raises ModelError, ConfigError, ConversionRefused for a draft that cannot serve."""
+        model.check(target)
+        self._spec, self._target, self._tokens, self._chunk = model.spec, target, model.tokens, chunk
+        self._page_size = page_size
+        self._runner = Runner(model.ref, model.spec, page_size=page_size, compute=compute, device=device)
+        owner = model.spec.identity(page_size).digest()
+        self._loader = (
+            PrefixLoader(pool, self._runner.shape, lambda wish: c2c.origins(owner, wish) if c2c else (), clock=clock)
+            if pool
+            else None
+        )
+        self._conversion = _conversion(target, model.spec, c2c, load_rule, page_size) if c2c else None
+
+    def fetch(self, seq: RunningSequence) -> Drafting | None:
+        """Read what the pool has of the draft's prefix. None: this request is not sped up."""
+        tokens = seq.request.prompt
+        if not seq.request.speculate or seq.request.max_tokens < 3 or max(tokens) >= self._spec.vocab_size:
+            return None
+        kv = self._runner.new_sequence(len(tokens) + self._tokens)
+        found: list[Kind | None] = [None] * (len(tokens) // self._page_size)
+        if self._loader:
+            keys = self._spec.identity(self._page_size, salt=seq.request.salt).page_keys(tokens)
+            plan = self._loader.load(kv, self._loader.lookup(keys, None, tokens), len(tokens), 1)
+            for i, kind in plan.loaded_pages:
+                found[i] = kind
+        return Drafting(kv, found, exact_to=len(tokens))
+
+    def propose(self, seq: RunningSequence, state: Drafting) -> list[int]:
+        """Up to `tokens` guesses of what comes next; none where too little of the answer is left or the draft failed."""
+        assert seq.kv is not None
+        room = min(seq.request.max_tokens - len(seq.generated), self._spec.max_positions - seq.kv.length - 1) - 1
+        count = min(self._tokens, room)
+        if count < 1 or state.failed:
+            return []
+        try:
+            return self._guess(seq, seq.kv, state, count)
+        except Exception:  # process edge: a fault of the draft must not fail a request that needs no draft
+            log.exception("drafting failed; the request goes on without it")
+            state.failed = True
+            return []
+
+    def _guess(self, seq: RunningSequence, target: SequenceKV, state: Drafting, count: int) -> list[int]:
+        tokens = [*seq.request.prompt, *seq.generated]
+        if max(tokens[-self._tokens - 1 :]) >= self._spec.vocab_size:
+            return []
+        if state.plan is None:
+            state.plan = self._begin(tokens, target, state, len(seq.request.prompt))
+        kv = state.kv
+        kv.length = min(kv.length, len(tokens) - 1)  # behind the last token that was kept lie refused guesses
+        logits = self._feed(kv, tokens[kv.length :])
+        guesses = [self._best(logits)]
+        while len(guesses) < count:
+            guesses.append(self._best(self._feed(kv, guesses[-1:])))
+        return guesses
+
+    def _best(self, logits: Tensor) -> int:
+        return int(logits[: self._target.vocab_size].argmax())
+
+    def _feed(self, kv: SequenceKV, tokens: list[int]) -> Tensor:
+        """Logits `[vocab]` behind the last of `tokens`."""
+        last = torch.empty(0)
+        for at in range(0, len(tokens), self._chunk):
+            last = self._runner.forward([kv], [tokens[at : at + self._chunk]], keep=1)[0, -1]
+        return last
+
+    def _begin(self, tokens: list[int], target: SequenceKV, state: Drafting, prompt: int) -> PrefixPlan:
+        """Complete the prompt's cache up to the plan's last step, which `_feed` computes with the answer's first tokens."""
+        if self._conversion:
+            self._convert(self._conversion, target, state, prompt // self._page_size - 1)
+        plan = plan_prefix(prompt, self._page_size, state.found)
+        for step in plan.steps[:-1]:
+            if isinstance(step, Load):
+                state.kv.length = step.end * self._page_size
+            else:
+                self._feed(state.kv, tokens[step.start : step.end])
+        return plan
+
+    def _convert(self, conversion: Conversion, target: SequenceKV, state: Drafting, end: int) -> None:
+        """Pages `[1, end)` that the pool did not have, from the large model's cache. What is not finite is left out."""
+        missing = [i for i in range(1, end) if state.found[i] is None]
+        size = self._page_size
+        for at in range(0, len(missing), _PAGES_AT_ONCE):
+            some = missing[at : at + _PAGES_AT_ONCE]
+            rows = torch.cat([torch.arange(i * size, (i + 1) * size) for i in some])
+            k, v = (half[rows.to(half.device)].float().cpu() for half in target.tokens(0, target.length))
+            with torch.inference_mode():
+                made = conversion.project_kv(k, v, rows).bfloat16()
+            for n, i in enumerate(some):
+                page = made[n * size : (n + 1) * size]
+                if bool(page.isfinite().all()):
+                    state.kv.write(i * size, page[:, :, 0], page[:, :, 1])
+                    state.found[i] = Kind.CONVERTED
+
+
+_PAGES_AT_ONCE = 64
+"""Bounds the fp32 intermediates of a conversion."""
+
+
+def _conversion(
+    source: ModelSpec, draft: ModelSpec, c2c: C2CConfig, load: Callable[[Rule], Conversion] | None, page_size: int
+) -> Conversion | None:
+    """Of the first rule from `source` to `draft`. The gate is not asked, for no answer depends on it."""
+    ends = source.identity(page_size).digest(), draft.identity(page_size).digest()
+    rule = next((r for r in c2c.rules if (r.source.owner, r.target.owner) == ends), None)
+    if rule is None:
+        return None
+    try:
+        return (load or (lambda r: load_conversion(r, c2c)))(replace(rule, force=True))
+    except MoonpoolError as e:
+        log.warning("rule %s: the draft %s computes its prompts: %s", rule.name, draft.name, e)
+        return None
