@@ -25,7 +25,7 @@ from models import corpus, tasks
 from moonpool import paths
 from moonpool.c2c.bundle import add_files, open_bundle, write_bundle
 from moonpool.c2c.fitting.capture import CaptureStore, load_tokenizer
-from moonpool.c2c.fitting.distil import DistilOptions, Lesson, distil
+from moonpool.c2c.fitting.distil import DistilOptions, Lesson, Lessons, distil
 from moonpool.c2c.fitting.facts import FactDocument, FactWriter
 from moonpool.c2c.fitting.mlp import MlpOptions, fit_mlp
 from moonpool.c2c.fitting.ridge import Documents, FitOptions, fit_linear
@@ -117,7 +117,7 @@ def fit(options: argparse.Namespace, pair: Pair, m: Material, console: Console) 
     found = distil(
         ridge.projector,
         *pair,
-        (lessons(m.train, options.seed), lessons(m.choose, options.seed + 1)),
+        Lessons({"all": lessons(m.train, options.seed)}, {"all": lessons(m.choose, options.seed + 1)}),
         DistilOptions(
             steps=options.steps, batch=options.batch, learning_rate=options.rate, every=20, native_tokens=PAGE
         ),

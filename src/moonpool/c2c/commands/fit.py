@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from moonpool.c2c.fitting.prepare import FitOptions, LayerFit
     from moonpool.c2c.fitting.ridge import Documents
     from moonpool.c2c.projectors.base import Projector
-    from moonpool.c2c.projectors.linear import LinearProjector
 
 
 class Kind(Enum):
@@ -196,15 +195,15 @@ def _show(
 
 
 def _distilled(
-    pair: Pair, documents: Documents, start: LinearProjector, options: DistilOptions, prefix: int, console: Console
-) -> LinearProjector:
+    pair: Pair, documents: Documents, start: Projector, options: DistilOptions, prefix: int, console: Console
+) -> Projector:
     """As many distillation steps as asked for."""
-    from moonpool.c2c.fitting.distil import Lesson, distil
+    from moonpool.c2c.fitting.distil import Lesson, Lessons, distil
 
     if not options.steps:
         return start
-    train, choose = ([Lesson(d, prefix) for d in part] for part in (documents.train, documents.choose))
-    found = distil(start, *pair, (train, choose), options, console)
+    train, choose = ({"text": [Lesson(d, prefix) for d in part]} for part in (documents.train, documents.choose))
+    found = distil(start, *pair, Lessons(train, choose), options, console)
     console.print(f"distilled: held-out KL {found.kl_before:.3f} → {found.kl_after:.3f} at step {found.steps}")
     return found.projector
 

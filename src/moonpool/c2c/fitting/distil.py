@@ -1,214 +1,329 @@
-"""Second stage of a `linear` projector: its weights are trained through the frozen target model.
+"""Second stage of a projector: its weights are trained through the frozen target model.
 
-    source KV ─► W0 + Δ ─► rotated ─► target's cache ─► target's next-token distribution q
-                                                         native cache ─► p            loss = KL(p ‖ q) on the continuation
+    source KV ─► map ─► rotated ─► target's cache ─► target's next-token distribution q
+                                    native cache ─► p            loss = KL(p ‖ q) on the continuation
 
 A ridge makes the mapped cache *close*; this makes what the target says over it close, which is not the same (a small error in a
-direction that queries look at costs more than a large one elsewhere). Δ lives in standardised units and starts at zero, so one
-learning rate serves all layers, and the best state by held-out KL is kept: the result is never worse there than the ridge.
+direction that queries look at costs more than a large one elsewhere). Only the continuation runs through the target, over a cache
+that is injected, so a step costs a few dozen tokens a lesson and not the prefix. The state that is best on held-out lessons is
+kept, the start among them: there the result is never worse than what came in.
+
+Everything follows from the arguments. With a folder a training that is interrupted goes on where it was saved last, and comes to
+the same end; several processes (`torchrun`) share each step and come to the same weights.
+
+Memory: the target's weights, 16 B per trained weight (master, gradient, two moments; 12 more while a best state is kept and
+saved), the maps' inputs and outputs of one pass (`2 or 4 B × prefix tokens × (source + target) layers × 2 × width`) and the
+activations of the continuations.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
 from rich.console import Console
-from rich.progress import Progress
-from torch import Tensor
+from rich.progress import Progress as Bar
+from rich.progress import track
+from torch import Tensor, nn
 
-from moonpool.c2c.fitting.capture import KV, CaptureStore, concat
-from moonpool.c2c.fitting.features import rows
-from moonpool.c2c.projectors.linear import LinearParameters, LinearProjector, typed
-from moonpool.c2c.rope import attention_factor, inverse_frequencies
-from moonpool.c2c.signature import RopeSpec
-from moonpool.errors import ConversionRefused
+from moonpool.c2c.fitting.capture import CaptureStore
+from moonpool.c2c.fitting.distil_class import Classroom
+from moonpool.c2c.fitting.distil_inputs import Inputs
+from moonpool.c2c.fitting.distil_lessons import Cut, Lesson, Lessons, cut, schedule
+from moonpool.c2c.fitting.distil_pupils import Pupil, pupil_of
+from moonpool.c2c.fitting.distil_record import Progress, Record, optimiser_tensors, plotting, restore_optimiser
+from moonpool.c2c.fitting.distil_target import FrozenTarget
+from moonpool.c2c.fitting.distil_world import World, open_world, silent
+from moonpool.c2c.projectors.base import Projector
+from moonpool.errors import ConfigError
+from moonpool.keys import digest
+
+__all__ = ["DistilOptions", "Distilled", "Lesson", "Lessons", "distil"]
 
 
 class DistilOptions(msgspec.Struct, frozen=True, kw_only=True):
-    steps: int = 60
-    batch: int = 2
-    """Documents of one step."""
-    learning_rate: float = 1e-5
-    """Of Δ, in standardised units. A step moves every weight by about this much, and a thousand inputs add up."""
-    every: int = 10
-    """Steps between two looks at the held-out documents."""
+    steps: int = 400
+    batch: int = 4
+    """Lessons of one step, in each process."""
+    at_once: int = 0
+    """Lessons that go through the target together; 0 = all of the batch."""
+    prefix: tuple[int, int] = (96, 448)
+    """Shortest and longest prefix of a lesson that may be cut anywhere, tokens."""
+    continuation: int = 48
+    """Tokens that the target is asked about."""
+    held_continuation: int = 96
+    """The same for held-out lessons."""
+    tail: int = 0
+    """Last tokens of the prefix that the target computes itself over the mapped cache, as a rule with such a tail does."""
     native_tokens: int = 16
     """Tokens at the start that stay native, as the first page does when serving."""
+    rank: int = 0
+    """Of the correction that is trained and merged at the end; 0 trains the weights themselves."""
+    learning_rate: float = 2.5e-4
+    """In RMS of each tensor, per step. At 3e-3 a trial diverged."""
+    warm_up: int = 10
+    """Steps to the full rate; half a cosine follows."""
+    beta2: float = 0.999
+    clip: float = 1.0
+    """Largest norm of a step's gradient."""
+    near: float = 0.0
+    """Weight of the i-th token behind the prefix: `(1 + i) ** -near`, brought to a mean of 1 in each lesson. 0: all alike."""
+    mix: dict[str, float] = {}
+    """How often a kind of lesson comes; 1 for kinds that are not named."""
+    every: int = 50
+    """Steps between two looks at the held-out lessons, and two saves."""
+    patience: int = 6
+    """Looks in a row without a better held-out KL that end the training."""
     seed: int = 0
+    device: str = "cpu"
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the target and the maps' products; weights, moments, rotation and softmax are fp32. auto: bf16 on a GPU and on a CPU with
+    bf16 matrix units."""
+    checkpointing: bool = False
+    """Compute the target's activations twice instead of keeping them."""
+    plot: bool = False
+    """Draw metrics.png (needs matplotlib)."""
 
-
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """A document, cut: the first `prefix` tokens are mapped, the rest is what the target is asked about."""
-
-    tokens: Tensor
-    prefix: int
+    def dtype(self) -> torch.dtype:
+        if self.compute == "auto":
+            fast = self.device != "cpu" or torch.cpu._is_amx_tile_supported()
+            return torch.bfloat16 if fast else torch.float32
+        return torch.bfloat16 if self.compute == "bfloat16" else torch.float32
 
 
 class Distilled(msgspec.Struct, frozen=True):
-    projector: LinearProjector
+    projector: Projector
     kl_before: float
-    """Held-out KL of the projector that came in, nats per token."""
+    """Held-out KL of the projector that came in, nats per token, mean over the kinds."""
     kl_after: float
     steps: int
     """Step whose state was kept; 0 = nothing helped."""
-
-
-@dataclass(slots=True)
-class _Pupil:
-    """The map under training."""
-
-    parameters: LinearParameters
-    base: list[list[Tensor]]
-    bias: Tensor
-    shell: Tensor | None
-    delta: list[list[Tensor]]
-    delta_bias: Tensor
-    deviation_x: Tensor
-    """`[source layers, 2 * width]`"""
-    deviation_y: Tensor
-    """`[target layers, 2, width]`"""
-
-    def weight(self, t: int, half: int) -> Tensor:
-        scale = self.deviation_x[self.parameters.sources[t][half]].flatten()
-        return self.base[t][half] + self.delta[t][half] / scale[:, None] * self.deviation_y[t, half]
-
-    def biases(self) -> Tensor:
-        return self.bias + self.delta_bias * self.deviation_y
-
-    def project(self, x: Tensor) -> Tensor:
-        """Differentiable twin of `LinearProjector.project`."""
-        flat, biases = x.flatten(2), self.biases()
-        p = self.parameters
-        y = [
-            torch.stack([flat[:, p.sources[t][h]].flatten(1) @ self.weight(t, h) + biases[t, h] for h in (0, 1)], 1)
-            for t in range(p.target_layers)
-        ]
-        found = torch.stack(y, 1)
-        return found if self.shell is None else torch.stack([self._on_shell(found[:, :, 0]), found[:, :, 1]], 2)
-
-    def _on_shell(self, k: Tensor) -> Tensor:
-        assert self.shell is not None
-        heads = k.unflatten(-1, (-1, self.parameters.shell_dim))
-        norm = torch.rsqrt(heads.square().mean(-1, keepdim=True) + self.parameters.eps)
-        return (heads * norm * self.shell[None, :, None, :]).flatten(2)
-
-    def trained(self) -> list[Tensor]:
-        return [*(d for pair in self.delta for d in pair), self.delta_bias]
-
-    @torch.no_grad()
-    def projector(self) -> LinearProjector:
-        weights = [[self.weight(t, h) for h in (0, 1)] for t in range(self.parameters.target_layers)]
-        return LinearProjector(self.parameters, weights, self.biases(), self.shell)
+    held: dict[str, float] = {}
+    """Held-out KL of each kind at that step."""
+    ended: str = ""
+    """`patience` or `diverged` if it ended before its last step."""
+    seconds: float = 0.0
+    """Training time of all steps, without the start."""
 
 
 def distil(
-    projector: LinearProjector,
+    projector: Projector,
     source: CaptureStore,
     target: CaptureStore,
-    lessons: tuple[Sequence[Lesson], Sequence[Lesson]],
+    lessons: Lessons,
     options: DistilOptions,
     console: Console,
+    folder: Path | None = None,
 ) -> Distilled:
-    """Train on `lessons[0]`, judge on `lessons[1]`. Raises ConversionRefused for keys that are not in content space."""
-    if projector.key_space != "content":
-        raise ConversionRefused("only content-space projectors are distilled", have=projector.key_space)
-    train, held = lessons
-    pupil = _pupil(projector, source, target, [le.tokens for le in train[:16]])
-    teacher = _Teacher(source, target, options.native_tokens)
-    adam = torch.optim.AdamW(pupil.trained(), lr=options.learning_rate, weight_decay=0.0, betas=(0.9, 0.98))
-    rng = random.Random(options.seed)
-    before = best = teacher.held_out(pupil, held)
-    kept, kept_at = [p.detach().clone() for p in pupil.trained()], 0
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task(f"distil, held-out KL {before:.3f}", total=options.steps)
-        for step in range(1, options.steps + 1):
-            _set_rate(adam, options, step)
-            _step(pupil, teacher, rng.sample(list(train), min(options.batch, len(train))), adam)
-            if step % options.every == 0 or step == options.steps:
-                found = teacher.held_out(pupil, held)
-                if found < best:
-                    best, kept, kept_at = found, [p.detach().clone() for p in pupil.trained()], step
-                progress.update(task, description=f"distil, held-out KL {found:.3f}")
-            progress.advance(task)
-    with torch.no_grad():
-        for parameter, value in zip(pupil.trained(), kept, strict=True):
-            parameter.copy_(value)
-    return Distilled(pupil.projector(), before, best, kept_at)
+    """Train on `lessons.train`, judge on `lessons.held`. State and metrics are kept under `folder`, in a folder that is named after
+    all that decides the result.
+
+    Raises ConversionRefused (a kind without weights, keys that are not made anew), ConfigError (no lessons, lessons too short,
+    matplotlib missing), ConversionError (an unreadable state).
+    """
+    if options.plot:
+        plotting()
+    with open_world(options.device) as world:
+        inputs = Inputs(projector, source)
+        _capture((source, target), world.share(_unique(lessons.documents(), source)), console)
+        world.wait()
+        scale = inputs.scale(
+            [le.tokens for turn in itertools.zip_longest(*lessons.train.values()) for le in turn if le]
+        )
+        pupil = pupil_of(projector, scale, options.rank, options.dtype()).to(world.device)
+        frozen = FrozenTarget(target.folder, options.dtype(), world.device, checkpointing=options.checkpointing)
+        room = Classroom(inputs, scale, target, frozen, options.native_tokens, options.tail, options.near)
+        record = None
+        if folder is not None:
+            run = folder / _name(projector, (source, target), lessons, options, world.size)
+            record = Record(run, [k for k, found in lessons.held.items() if found], writes=world.first)
+        return _Training(pupil, room, lessons, options, world, record).run(console)
 
 
-def _pupil(projector: LinearProjector, source: CaptureStore, target: CaptureStore, documents: list[Tensor]) -> _Pupil:
-    """The projector with a Δ of zeros, and the deviations that give Δ its units."""
-    parameters: LinearParameters = typed(projector.parameters(), LinearParameters)
-    tensors = projector.tensors()
-    base = [[tensors[f"layers.{t}.{h}.weight"] for h in "kv"] for t in range(parameters.target_layers)]
-    x, y = (torch.cat([rows(s.get(d), s.spec.rope)[1:] for d in documents]) for s in (source, target))
-    deviation_y = y.std(0).clamp(min=1e-4)
-    if "shell" in tensors:  # keys are then predicted over their gains
-        deviation_y[:, 0] /= tensors["shell"].repeat(1, deviation_y.shape[-1] // parameters.shell_dim).abs()
-    delta = [[torch.zeros_like(w, requires_grad=True) for w in pair] for pair in base]
-    bias = tensors["bias"]
-    return _Pupil(
-        parameters,
-        base,
-        bias,
-        tensors.get("shell"),
-        delta,
-        torch.zeros_like(bias, requires_grad=True),
-        x.std(0).clamp(min=1e-4).flatten(1),
-        deviation_y,
-    )
+class _Training:
+    def __init__(
+        self,
+        pupil: Pupil,
+        room: Classroom,
+        lessons: Lessons,
+        options: DistilOptions,
+        world: World,
+        record: Record | None,
+    ) -> None:
+        o = self._o = options
+        self._pupil, self._room, self._world, self._record = pupil, room, world, record
+        self._wrapped = world.wrap(pupil)
+        self._batches = schedule(lessons.train, o.mix, o.batch * world.size, o.prefix, o.continuation, o.seed)
+        self._held = _Exam(lessons.held, o, room, world)
+        self._parameters = dict(pupil.named_parameters())
+        rates = {id(p): r for p, r in pupil.rates()}
+        groups = [{"params": [p], "lr": 0.0, "scale": rates[id(p)]} for p in self._parameters.values()]
+        self._adam = torch.optim.AdamW(groups, weight_decay=0.0, betas=(0.9, o.beta2), fused=True)
 
+    def run(self, console: Console) -> Distilled:
+        """From the last saved state, or from the start, to the end."""
+        self._begin()
+        at = self._at
+        with Bar(console=console, transient=True) as bar:
+            task = bar.add_task(f"distil, held-out KL {at.best:.4f}", total=self._o.steps, completed=at.step)
+            while at.step < self._o.steps and not at.ended:
+                self._step()
+                bar.update(task, completed=at.step, description=f"distil, held-out KL {at.best:.4f} at {at.best_step}")
+        if self._record and self._o.plot:
+            self._record.plot()
+        self._load(self._best)
+        return Distilled(self._pupil.projector(), at.before, at.best, at.best_step, at.held, at.ended, at.seconds)
 
-class _Teacher:
-    """The frozen target: what it says over the native cache, and over the pupil's."""
+    def _begin(self) -> None:
+        saved = self._record.load() if self._record else None
+        if saved:
+            self._at, self._best, now = saved
+            self._load(now)
+            restore_optimiser(self._adam, list(self._parameters), now)
+            for _ in range(self._at.step):
+                next(self._batches)
+        else:
+            held = self._held.judge(self._pupil)
+            self._at = Progress(before=_mean(held), best=_mean(held), held=held)
+            self._best = self._now()
+        if self._record:
+            self._record.rewind(self._at.step)
+            if not saved:
+                self._line(self._at.held)
+        self._world.wait()
 
-    def __init__(self, source: CaptureStore, target: CaptureStore, native_tokens: int) -> None:
-        self._source, self._target, self._native = source, target, native_tokens
+    def _step(self) -> None:
+        at, began = self._at, time.perf_counter()
+        at.step += 1
+        rate = self._set_rate()
+        loss = self._learn(next(self._batches))
+        at.seconds += time.perf_counter() - began
+        if not math.isfinite(loss):
+            at.ended = "diverged"
+        held: dict[str, float] = {}
+        if not at.ended and (at.step % self._o.every == 0 or at.step == self._o.steps):
+            held = self._look()
+        self._line(held, learning_rate=rate, train_kl=loss)
+        if held or at.ended:
+            self._save()
 
-    def loss(self, pupil: _Pupil, lesson: Lesson) -> Tensor:
-        """KL(native ‖ pupil), mean over the lesson's continuation, nats per token."""
-        native, asked = self._target.get(lesson.tokens)[: lesson.prefix], lesson.tokens[lesson.prefix :]
-        spec, source = self._target.spec, self._source
-        x = rows(source.get(lesson.tokens)[self._native : lesson.prefix], source.spec.rope, start=self._native)
-        y = pupil.project(x).unflatten(-1, (spec.num_kv_heads, spec.head_dim))
-        at = torch.arange(self._native, lesson.prefix)
-        mapped = concat([native[: self._native], KV(_rotated(y[:, :, 0], at, spec.rope), y[:, :, 1])])
-        model = self._target.model
-        wanted = model.logits(native, asked).log_softmax(-1)
-        said = model.logits(mapped, asked, grad=torch.is_grad_enabled()).log_softmax(-1)
-        return (wanted.exp() * (wanted - said)).sum(-1).mean()
+    def _learn(self, batch: Sequence[Cut]) -> float:
+        """One update; the mean KL of the batch, over all processes."""
+        self._adam.zero_grad(set_to_none=True)
+        own = sorted(self._world.share(batch), key=lambda c: c.prefix)  # alike prefixes together: less padding
+        size = self._o.at_once or len(own)
+        parts = [own[i : i + size] for i in range(0, len(own), size)]
+        found = list[float]()
+        for part in parts:
+            with silent(self._wrapped) if part is not parts[-1] else nullcontext():
+                loss, kl = self._room.loss(self._wrapped, part)
+                (loss * (len(part) / len(own))).backward()
+            found += kl
+        nn.utils.clip_grad_norm_(self._parameters.values(), self._o.clip)
+        self._adam.step()
+        return float(self._world.total(torch.tensor(found, dtype=torch.float64).sum())) / len(batch)
+
+    def _look(self) -> dict[str, float]:
+        """Held-out KL; the state is kept if it is the best."""
+        at, held = self._at, self._held.judge(self._pupil)
+        found = _mean(held)
+        if found < at.best:
+            at.best, at.best_step, at.held = found, at.step, held
+            self._best = self._now()
+        elif (at.step - at.best_step) // self._o.every >= self._o.patience:
+            at.ended = "patience"
+        return held
+
+    def _set_rate(self) -> float:
+        """Short warm-up, then half a cosine."""
+        o, step = self._o, self._at.step
+        rate = (
+            o.learning_rate * min(1.0, step / max(1, o.warm_up)) * 0.5 * (1 + math.cos(math.pi * (step - 1) / o.steps))
+        )
+        for group in self._adam.param_groups:
+            group["lr"] = rate * group["scale"]
+        return rate
+
+    def _now(self) -> dict[str, Tensor]:
+        return {n: p.detach().cpu().clone() for n, p in self._parameters.items()}
 
     @torch.no_grad()
-    def held_out(self, pupil: _Pupil, lessons: Sequence[Lesson]) -> float:
-        return float(torch.stack([self.loss(pupil, le) for le in lessons]).mean())
+    def _load(self, tensors: dict[str, Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(tensors[name])
+
+    def _save(self) -> None:
+        if self._record:
+            moments = optimiser_tensors(self._adam, list(self._parameters))
+            self._record.save(self._at, self._best, {**self._parameters, **moments})
+            if self._o.plot:
+                self._record.plot()
+
+    def _line(self, held: dict[str, float], **values: float) -> None:
+        if self._record:
+            both = {"held_kl": _mean(held), **{f"held_{k}": v for k, v in held.items()}} if held else {}
+            self._record.line({"step": self._at.step, "seconds": round(self._at.seconds, 2), **both, **values})
 
 
-def _rotated(k: Tensor, positions: Tensor, rope: RopeSpec) -> Tensor:
-    """Differentiable twin of `rope.rotate`."""
-    angles = positions.to(torch.float64)[:, None] * inverse_frequencies(rope)
-    scale = attention_factor(rope)
-    cos, sin = ((f(angles) * scale).float()[:, None, None] for f in (torch.cos, torch.sin))
-    half = cos.shape[-1]
-    first, second, rest = k[..., :half], k[..., half : 2 * half], k[..., 2 * half :]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+class _Exam:
+    """The held-out lessons, cut once for all; what is wanted of them is computed once (2 or 4 B × hidden a token)."""
+
+    def __init__(self, held: Mapping[str, Sequence[Lesson]], o: DistilOptions, room: Classroom, world: World) -> None:
+        rng = random.Random(o.seed + 1)
+        cuts = {k: [cut(le, o.prefix, o.held_continuation, rng) for le in found] for k, found in held.items() if found}
+        if not cuts:
+            raise ConfigError("there are no held-out lessons", fix="Give some: they decide which state is kept.")
+        self._kinds, self._counts = list(cuts), [len(c) for c in cuts.values()]
+        self._own = world.share([(i, c) for i, found in enumerate(cuts.values()) for c in found])
+        self._room, self._world = room, world
+        self._wanted: list[Tensor] = []
+
+    @torch.no_grad()
+    def judge(self, pupil: Pupil) -> dict[str, float]:
+        """KL by kind, mean over its lessons."""
+        self._wanted = self._wanted or [self._room.wanted([c]) for _, c in self._own]
+        sums = torch.zeros(len(self._kinds), dtype=torch.float64)
+        for (kind, c), wanted in zip(self._own, self._wanted, strict=True):
+            sums[kind] += self._room.loss(pupil, [c], wanted)[1][0]
+        found = (self._world.total(sums) / torch.tensor(self._counts)).tolist()
+        return dict(zip(self._kinds, found, strict=True))
 
 
-def _set_rate(adam: torch.optim.Optimizer, options: DistilOptions, step: int) -> None:
-    """Short warm-up, then half a cosine."""
-    warm = min(1.0, step / max(1, options.steps // 20))
-    for group in adam.param_groups:
-        group["lr"] = options.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * (step - 1) / options.steps))
+def _mean(held: dict[str, float]) -> float:
+    return sum(held.values()) / len(held)
 
 
-def _step(pupil: _Pupil, teacher: _Teacher, lessons: Sequence[Lesson], adam: torch.optim.Optimizer) -> None:
-    adam.zero_grad(set_to_none=True)
-    for lesson in lessons:
-        (teacher.loss(pupil, lesson) / len(lessons)).backward()
-    torch.nn.utils.clip_grad_norm_(pupil.trained(), 1.0)
-    adam.step()
+def _unique(documents: Sequence[Tensor], store: CaptureStore) -> list[Tensor]:
+    return list({store.path(d): d for d in documents}.values())
+
+
+def _capture(stores: Sequence[CaptureStore], documents: Sequence[Tensor], console: Console) -> None:
+    """KV of what is not on disk yet."""
+    for store in stores:
+        missing = [d for d in documents if not store.path(d).is_file()]
+        for tokens in track(missing, f"KV of {store.spec.name}", console=console, transient=True, disable=not missing):
+            store.get(tokens)
+
+
+def _name(
+    projector: Projector, stores: Sequence[CaptureStore], lessons: Lessons, options: DistilOptions, processes: int
+) -> str:
+    """Of a training's folder: all that decides its result."""
+    fields: list[tuple[str, str | bytes | int]] = [("processes", processes), ("kind", projector.kind)]
+    fields.append(("options", msgspec.json.encode(msgspec.structs.replace(options, plot=False))))
+    fields += [(f"model {i}", s.spec.revision) for i, s in enumerate(stores)]
+    fields.append(("parameters", msgspec.json.encode(projector.parameters())))
+    fields += [(n, hashlib.sha256(t.numpy().tobytes()).digest()) for n, t in sorted(projector.tensors().items())]
+    for side, part in (("train", lessons.train), ("held", lessons.held)):
+        for kind, found in part.items():
+            fields += [(f"{side} {kind} {le.prefix}", le.tokens.to(torch.int64).numpy().tobytes()) for le in found]
+    return digest("moonpool.distil", fields)[:12]
