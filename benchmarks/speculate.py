@@ -74,7 +74,7 @@ def measure(source: str, target: str, bundle: str, *, documents: int = 4) -> dic
     """`source` answers, `target` drafts; model and bundle folders. Raises NotEqual if an answer is not plain decoding's."""
     file = C2CFile(
         models={"large": ModelEntry(source), "small": ModelEntry(target)},
-        rules=[RuleEntry(source="large", target="small", bundle=bundle, mode="eager", force=True)],
+        rules=[RuleEntry(source="large", target="small", bundle=bundle, mode="on_load", force=True)],
         page_size=PAGE,
     )
     c2c = resolve(file, [])
