@@ -1,7 +1,8 @@
-"""Fit and judge the bundled projector: `python models/fit_bundles.py` writes bundles/moon-large-to-moon-small.
+"""Fit and judge the bundled projectors: `python models/fit_bundles.py` writes bundles/moon-large-to-moon-small, with `--back` the
+other direction.
 
-Ridge from several source layers, then distillation through moon-small; judged on held-out text and on fact documents made
-of held-out text, beside issue #1520's mlp trained on the same documents. Minutes on two cores; everything follows from --seed.
+A coded trunk in closed form, then distillation through the target; judged on held-out text and on fact documents made of held-out
+text. The baselines on the same documents go into the cache folder: issue #1520's mlp and a one-layer ridge.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import msgspec
 import numpy as np
 import torch
 from rich.console import Console
@@ -23,18 +25,20 @@ from torch import Tensor
 
 from models import corpus, tasks
 from moonpool import paths
-from moonpool.c2c.bundle import add_files, open_bundle, write_bundle
+from moonpool.c2c.bundle import WEIGHTS, Bundle, add_files, write_bundle
 from moonpool.c2c.fitting.capture import CaptureStore, load_tokenizer
+from moonpool.c2c.fitting.coded import fit_coded
 from moonpool.c2c.fitting.distil import DistilOptions, Lesson, Lessons, distil
 from moonpool.c2c.fitting.facts import FactDocument, FactWriter
+from moonpool.c2c.fitting.gather import Documents
 from moonpool.c2c.fitting.mlp import MlpOptions, fit_mlp
-from moonpool.c2c.fitting.ridge import Documents, FitOptions, fit_linear
+from moonpool.c2c.fitting.prepare import FitOptions
+from moonpool.c2c.fitting.ridge import fit_linear
 from moonpool.c2c.judging.evaluate import EvalOptions, Evaluator, evaluate
 from moonpool.c2c.judging.report import Report, markdown, table, to_json
 from moonpool.c2c.projectors.base import Projector
 
 ROOT = Path(__file__).resolve().parents[1]
-NAME = "moon-large-to-moon-small"
 DATA = ["Python standard library documentation (training part)", "generated facts and chats"]
 Pair: TypeAlias = tuple[CaptureStore, CaptureStore]
 LENGTH, PREFIX, PAGE = 512, 448, 16
@@ -104,22 +108,22 @@ def lessons(documents: list[Tensor], seed: int) -> list[Lesson]:
 
 def fit(options: argparse.Namespace, pair: Pair, m: Material, console: Console) -> Projector:
     documents = Documents([*m.train, *m.dense], m.choose)
-    ridge = fit_linear(
-        *pair,
-        documents,
-        FitOptions(layers_per_target=options.layers, window=0, shell=not options.no_shell, attention=options.attention),
-        console,
+    start = fit_coded(
+        *pair, documents, FitOptions(rank=options.rank, code=options.code, shell=True, seed=options.seed), console
     )
-    r2 = {h: float(np.mean([f.r2 for f in ridge.layers if f.half == h])) for h in "kv"}
-    console.print(f"ridge on {ridge.tokens} tokens: held-out R² of keys {r2['k']:.3f}, of values {r2['v']:.3f}")
     if not options.steps:
-        return ridge.projector
+        return start.projector
     found = distil(
-        ridge.projector,
+        start.projector,
         *pair,
         Lessons({"all": lessons(m.train, options.seed)}, {"all": lessons(m.choose, options.seed + 1)}),
         DistilOptions(
-            steps=options.steps, batch=options.batch, learning_rate=options.rate, every=20, native_tokens=PAGE
+            steps=options.steps,
+            batch=options.batch,
+            continuation=64,
+            learning_rate=options.rate,
+            native_tokens=PAGE,
+            compute="float32",
         ),
         console,
     )
@@ -127,76 +131,78 @@ def fit(options: argparse.Namespace, pair: Pair, m: Material, console: Console) 
     return found.projector
 
 
+def judge_one(projector: Projector, source: str, target: str, seed: int = 0, models: Path = ROOT / "models") -> Report:
+    """The report on one projector between two of the bundled models, made anew (the benchmark's entry)."""
+    with tempfile.TemporaryDirectory() as kept:
+        pair = _stores(Path(kept), models, (source, target))
+        return judge(pair, material(load_tokenizer(pair[1].folder), 0, seed), projector, None, seed)
+
+
+def _stores(kept: Path, models: Path, names: tuple[str, str]) -> Pair:
+    return CaptureStore(kept, models / names[0]), CaptureStore(kept, models / names[1])
+
+
 def judge(pair: Pair, m: Material, projector: Projector, other: Projector | None, seed: int) -> Report:
     options = EvalOptions(prefix=PREFIX, page_size=PAGE, seed=seed, texts=("held-out stdlib documentation",))
     return evaluate(Evaluator(*pair, projector, options, other), m.report, m.facts, Console(stderr=True))
 
 
-def judge_folders(bundle: Path, baseline: Path, models: Path = ROOT / "models", seed: int = 0) -> Report:
-    """The report on a bundle beside a second one, made anew (the benchmark's entry)."""
-    with tempfile.TemporaryDirectory() as kept:
-        source, target = _stores(Path(kept), models)
-        m = material(load_tokenizer(target.folder), 0, seed)
-        first, second = (open_bundle(b).projector() for b in (bundle, baseline))
-        return judge((source, target), m, first, second, seed)
-
-
-def _stores(kept: Path, models: Path) -> tuple[CaptureStore, CaptureStore]:
-    return CaptureStore(kept, models / "moon-large"), CaptureStore(kept, models / "moon-small")
+def baselines(options: argparse.Namespace, pair: Pair, m: Material, console: Console) -> dict[str, Projector]:
+    """Other maps, from the same documents."""
+    documents = Documents([*m.train, *m.dense], m.choose)
+    mlp = fit_mlp(*pair, documents, MlpOptions(seed=options.seed, epochs=options.epochs), console)
+    console.print(f"mlp: {mlp.epochs} epochs, held-out MSE {mlp.heldout_mse:.3f} of the variance")
+    ridge = fit_linear(*pair, documents, FitOptions(layers_per_target=1, window=0), console)
+    return {"issue1520": mlp.projector, "ridge1": ridge.projector}
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=ROOT / "models", help="folder with moon-large and moon-small")
     parser.add_argument("--out", type=Path, default=ROOT / "bundles", help="folder that gets the bundle")
+    parser.add_argument("--back", action="store_true", help="moon-small → moon-large")
     parser.add_argument(
         "--documents", type=int, default=240, help=f"documents of {LENGTH} tokens to fit on, and as many dense ones"
     )
-    parser.add_argument("--layers", type=int, default=4, help="source layers for each target layer")
-    parser.add_argument("--steps", type=int, default=120, help="distillation steps; 0 = ridge only")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--epochs", type=int, default=6, help="of the baseline, at most")
-    parser.add_argument("--rate", type=float, default=1e-4)
-    parser.add_argument(
-        "--attention", type=float, default=0.9, help="how much attention weighs the ridge's rows, 0 to 1"
-    )
-    parser.add_argument("--keep-baseline", action="store_true", help="judge beside the baseline that is there")
-    parser.add_argument("--no-shell", action="store_true", help="do not put mapped keys on the target's key shell")
-    parser.add_argument(
-        "--baseline",
-        type=Path,
-        default=paths.cache_dir() / "fits" / f"{NAME}-issue1520",
-        help="folder that gets issue #1520's mlp, trained on the same documents",
-    )
+    parser.add_argument("--rank", type=int, default=320, help="width of the latent")
+    parser.add_argument("--code", type=int, default=1536, help="width of the token's code")
+    parser.add_argument("--steps", type=int, default=200, help="distillation steps; 0 = closed form only")
+    parser.add_argument("--batch", type=int, default=12)
+    parser.add_argument("--rate", type=float, default=4e-4, help="of distillation, in RMS of each tensor")
+    parser.add_argument("--epochs", type=int, default=6, help="of the mlp, at most")
+    parser.add_argument("--only", choices=("bundle", "baselines"), help="the other is left as it is")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
-
-
-def _baseline(options: argparse.Namespace, pair: Pair, m: Material, console: Console) -> Projector:
-    if options.keep_baseline:
-        return open_bundle(options.baseline).projector()
-    found = fit_mlp(
-        *pair, Documents([*m.train, *m.dense], m.choose), MlpOptions(seed=options.seed, epochs=options.epochs), console
-    )
-    console.print(f"mlp: {found.epochs} epochs, held-out MSE {found.heldout_mse:.3f} of the variance")
-    return found.projector
 
 
 def main() -> None:
     options, console = parse(), Console(stderr=True)
     torch.manual_seed(options.seed)
+    names = ("moon-small", "moon-large") if options.back else ("moon-large", "moon-small")
+    by = f"models/fit_bundles.py --seed {options.seed} --steps {options.steps} --rank {options.rank} --code {options.code}"
+    label = "-to-".join(names)
     with tempfile.TemporaryDirectory() as kept:
-        source, target = pair = _stores(Path(kept), options.models)
+        source, target = pair = _stores(Path(kept), options.models, names)
         m = material(load_tokenizer(target.folder), options.documents, options.seed)
-        projector = fit(options, pair, m, console)
-        mlp = _baseline(options, pair, m, console)
-        found = judge(pair, m, projector, mlp, options.seed)
-    Console(width=110).print(table(found))
-    by = f"models/fit_bundles.py --seed {options.seed} --steps {options.steps} --layers {options.layers}"
-    for folder, made in ((options.out / NAME, projector), (options.baseline, mlp)):
-        bundle = write_bundle(folder, made, source.spec, target.spec, training_data=DATA, created_by=by)
-        bundle = add_files(bundle, {"report.json": to_json(found), "report.md": markdown(found).encode()})
-        print(f"{folder.name}: bundle {bundle.digest}")
+        specs = source.spec, target.spec
+        if options.only != "baselines":
+            made = fit(options, pair, m, console)
+            found = judge(pair, m, made, None, options.seed)
+            Console(width=110).print(table(found))
+            bundle = write_bundle(options.out / label, made, *specs, training_data=DATA, created_by=by)
+            print(f"{label}: bundle {add_report(bundle, found).digest}")
+        if options.only != "bundle":
+            for name, other in baselines(options, pair, m, console).items():
+                folder = paths.cache_dir() / "fits" / f"{label}-{name}"
+                print(
+                    f"{folder.name}: bundle {write_bundle(folder, other, *specs, training_data=DATA, created_by=by).digest}"
+                )
+
+
+def add_report(bundle: Bundle, found: Report) -> Bundle:
+    """The bundle with its report, which names the weights that it speaks of."""
+    bound = msgspec.structs.replace(found, weights=bundle.sums[WEIGHTS])
+    return add_files(bundle, {"report.json": to_json(bound), "report.md": markdown(bound).encode()})
 
 
 if __name__ == "__main__":

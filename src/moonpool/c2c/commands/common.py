@@ -62,13 +62,15 @@ def text_files(text: list[Path]) -> list[Path]:
     return [f for p in text for f in (sorted(c for c in p.iterdir() if c.suffix in _SUFFIXES) if p.is_dir() else [p])]
 
 
-def open_stores(source: str, target: str, work: Path | None) -> Pair:
-    """Captures of both models. Raises ConversionRefused if they do not share a tokenizer."""
+def open_stores(source: str, target: str, work: Path | None, device: str = "cpu") -> Pair:
+    """Captures of both models, which run on `device` where a document is missing. Raises ConversionRefused if they do not share a
+    tokenizer."""
     from moonpool.c2c.fitting.capture import CaptureStore
     from moonpool.c2c.signature import check_pair
 
     folder = work or paths.cache_dir() / "captures"
-    pair = CaptureStore(folder, paths.find_model(source)), CaptureStore(folder, paths.find_model(target))
+    folders = paths.find_model(source), paths.find_model(target)
+    pair = CaptureStore(folder, folders[0], device=device), CaptureStore(folder, folders[1], device=device)
     check_pair(pair[0].spec, pair[1].spec)
     return pair
 

@@ -113,7 +113,10 @@ def fit(
 
     if variant is not Variant.FULL and steps:
         raise ConfigError(
-            "only the full variant is distilled by fit", have=f"--variant {variant.value}", need="--steps 0"
+            "only the full variant is distilled by fit",
+            have=f"--variant {variant.value}",
+            need="--steps 0",
+            fix="Give the bundle to `moonpool c2c distil`.",
         )
     if variant in (Variant.HEAD_LOCAL, Variant.CODED) and repair_values:
         raise ConfigError(f"a {variant.value} fit has no --repair-values", need="--variant full or trunk")

@@ -53,20 +53,23 @@ def concat(parts: list[KV]) -> KV:
 
 
 class CausalModel:
-    """A model folder, loaded on the CPU. Raises ModelError if the folder is none of a supported model."""
+    """A model folder, loaded on a device; arguments may lie on the CPU. Raises ModelError if the folder is none of a supported
+    model."""
 
-    def __init__(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self.folder, self.dtype = Path(folder), dtype
+        self.folder, self.dtype, self.device = Path(folder), dtype, torch.device(device)
         self.spec: ModelSpec = load_spec(folder)
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         except (OSError, ValueError, SafetensorError) as e:
             raise ModelError(f"cannot load the model: {e}", key=str(folder)) from e
-        model.eval().requires_grad_(False)
+        model.eval().requires_grad_(False).to(self.device)
         self._model: Any = model
         self._base: Any = model.base_model
         self._head: Any = model.get_output_embeddings()
@@ -85,7 +88,8 @@ class CausalModel:
         cache = self._cache(None, 1)
         for start in range(0, len(tokens), chunk):
             self._hidden(tokens[None, start : start + chunk], cache, start)
-        return _read_cache(cache).rounded()
+        kv = _read_cache(cache).rounded()
+        return KV(kv.k.cpu(), kv.v.cpu())
 
     def logits(self, prefix: KV | None, tokens: Tensor, *, start: int | None = None, grad: bool = False) -> Tensor:
         """fp32 `[M, vocab]`: next-token logits of `tokens` (`[M]`) over the given cache.
@@ -110,10 +114,12 @@ class CausalModel:
         """fp32 `[layers, N]`: attention that each token gets from the tokens behind it, summed over them, mean over heads."""
         self._model.set_attn_implementation("eager")
         try:
-            found = self._base(input_ids=tokens[None], use_cache=False, output_attentions=True).attentions
+            found = self._base(
+                input_ids=tokens[None].to(self.device), use_cache=False, output_attentions=True
+            ).attentions
         finally:
             self._model.set_attn_implementation("sdpa")
-        return torch.stack([a[0].float().mean(0).tril(-1).sum(0) for a in found])
+        return torch.stack([a[0].float().mean(0).tril(-1).sum(0).cpu() for a in found])
 
     @torch.no_grad()
     def queries(self, tokens: Tensor) -> Tensor:
@@ -130,7 +136,7 @@ class CausalModel:
         finally:
             for hook in hooks:
                 hook.remove()
-        return torch.stack(seen, dim=1)
+        return torch.stack(seen, dim=1).cpu()
 
     @contextmanager
     def attention_outputs(self) -> Iterator[list[Tensor]]:
@@ -149,8 +155,13 @@ class CausalModel:
                 hook.remove()
 
     def _hidden(self, tokens: Tensor, cache: Any, start: int) -> Tensor:
-        positions = torch.arange(start, start + tokens.shape[1])[None].expand(tokens.shape)
-        inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": True, self._cache_argument: cache}
+        positions = torch.arange(start, start + tokens.shape[1], device=self.device)[None].expand(tokens.shape)
+        inputs = {
+            "input_ids": tokens.to(self.device),
+            "position_ids": positions,
+            "use_cache": True,
+            self._cache_argument: cache,
+        }
         return self._base(**inputs).last_hidden_state
 
     def _cache(self, prefix: KV | None, batch: int) -> Any:
@@ -158,7 +169,7 @@ class CausalModel:
 
         cache = DynamicCache(config=self._model.config)
         if prefix is not None:
-            k, v = (t.to(self.dtype).permute(1, 2, 0, 3) for t in (prefix.k, prefix.v))
+            k, v = (t.to(self.device, self.dtype).permute(1, 2, 0, 3) for t in (prefix.k, prefix.v))
             for layer in range(k.shape[0]):
                 cache.update(k[layer][None].expand(batch, -1, -1, -1), v[layer][None].expand(batch, -1, -1, -1), layer)
         return cache
@@ -188,15 +199,17 @@ class CaptureStore:
     capture goes on where it stopped. The model is loaded only when a document is missing.
     """
 
-    def __init__(self, folder: Path, model: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        """`folder` holds the captures, `model` is the model's folder, `dtype` what it computes in."""
-        self.work, self.folder, self._dtype = folder, Path(model), dtype
+    def __init__(
+        self, folder: Path, model: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
+        """`folder` holds the captures, `model` is the model's folder, `dtype` and `device` what it computes in and on."""
+        self.work, self.folder, self._dtype, self._device = folder, Path(model), dtype, device
         self.spec = load_spec(model)
 
     @cached_property
     def model(self) -> CausalModel:
         """The model itself, loaded on first use."""
-        return CausalModel(self.folder, self._dtype)
+        return CausalModel(self.folder, self._dtype, self._device)
 
     def path(self, tokens: Tensor) -> Path:
         raw = tokens.to(torch.int64).numpy().tobytes()

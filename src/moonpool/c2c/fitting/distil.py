@@ -56,7 +56,7 @@ class DistilOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Lessons of one step, in each process."""
     at_once: int = 0
     """Lessons that go through the target together; 0 = all of the batch."""
-    prefix: tuple[int, int] = (96, 448)
+    prefix_range: tuple[int, int] = (96, 448)
     """Shortest and longest prefix of a lesson that may be cut anywhere, tokens."""
     continuation: int = 48
     """Tokens that the target is asked about."""
@@ -66,8 +66,10 @@ class DistilOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Last tokens of the prefix that the target computes itself over the mapped cache, as a rule with such a tail does."""
     native_tokens: int = 16
     """Tokens at the start that stay native, as the first page does when serving."""
-    rank: int = 0
-    """Of the correction that is trained and merged at the end; 0 trains the weights themselves."""
+    parametrisation: Literal["full", "lowrank"] = "full"
+    """full: the weights themselves are trained; lowrank: a correction A · B of each matrix, merged at the end."""
+    rank: int = 32
+    """Of that correction."""
     learning_rate: float = 2.5e-4
     """In RMS of each tensor, per step. At 3e-3 a trial diverged."""
     warm_up: int = 10
@@ -75,12 +77,17 @@ class DistilOptions(msgspec.Struct, frozen=True, kw_only=True):
     beta2: float = 0.999
     clip: float = 1.0
     """Largest norm of a step's gradient."""
-    near: float = 0.0
-    """Weight of the i-th token behind the prefix: `(1 + i) ** -near`, brought to a mean of 1 in each lesson. 0: all alike."""
+    position_weight: float = 0.0
+    """Weight of the i-th token behind the prefix: `exp(-position_weight · i)`, brought to a mean of 1 in each lesson. 0: all alike.
+    Held-out KL is never weighted."""
     mix: dict[str, float] = {}
     """How often a kind of lesson comes; 1 for kinds that are not named."""
     every: int = 50
-    """Steps between two looks at the held-out lessons, and two saves."""
+    """Steps between two looks at the held-out lessons."""
+    checkpoint_every: int = 0
+    """Steps between two saves besides those at each look; 0 = none."""
+    resume: bool = True
+    """Go on where a training with the same arguments was saved last; else its state is dropped."""
     patience: int = 6
     """Looks in a row without a better held-out KL that end the training."""
     seed: int = 0
@@ -92,6 +99,11 @@ class DistilOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Compute the target's activations twice instead of keeping them."""
     plot: bool = False
     """Draw metrics.png (needs matplotlib)."""
+
+    @property
+    def correction(self) -> int:
+        """Rank of what is trained beside frozen weights; 0 = nothing is frozen."""
+        return self.rank if self.parametrisation == "lowrank" else 0
 
     def dtype(self) -> torch.dtype:
         if self.compute == "auto":
@@ -113,6 +125,10 @@ class Distilled(msgspec.Struct, frozen=True):
     """`patience` or `diverged` if it ended before its last step."""
     seconds: float = 0.0
     """Training time of all steps, without the start."""
+    folder: Path | None = None
+    """State and metrics."""
+    writes: bool = True
+    """This process is the one that writes results; of several, one is."""
 
 
 def distil(
@@ -133,15 +149,16 @@ def distil(
     if options.plot:
         plotting()
     with open_world(options.device) as world:
+        console = console if world.first else Console(quiet=True)
         inputs = Inputs(projector, source)
         _capture((source, target), world.share(_unique(lessons.documents(), source)), console)
         world.wait()
         scale = inputs.scale(
             [le.tokens for turn in itertools.zip_longest(*lessons.train.values()) for le in turn if le]
         )
-        pupil = pupil_of(projector, scale, options.rank, options.dtype()).to(world.device)
+        pupil = pupil_of(projector, scale, options.correction, options.dtype()).to(world.device)
         frozen = FrozenTarget(target.folder, options.dtype(), world.device, checkpointing=options.checkpointing)
-        room = Classroom(inputs, scale, target, frozen, options.native_tokens, options.tail, options.near)
+        room = Classroom(inputs, scale, target, frozen, options.native_tokens, options.tail, options.position_weight)
         record = None
         if folder is not None:
             run = folder / _name(projector, (source, target), lessons, options, world.size)
@@ -162,7 +179,7 @@ class _Training:
         o = self._o = options
         self._pupil, self._room, self._world, self._record = pupil, room, world, record
         self._wrapped = world.wrap(pupil)
-        self._batches = schedule(lessons.train, o.mix, o.batch * world.size, o.prefix, o.continuation, o.seed)
+        self._batches = schedule(lessons.train, o.mix, o.batch * world.size, o.prefix_range, o.continuation, o.seed)
         self._held = _Exam(lessons.held, o, room, world)
         self._parameters = dict(pupil.named_parameters())
         rates = {id(p): r for p, r in pupil.rates()}
@@ -181,10 +198,20 @@ class _Training:
         if self._record and self._o.plot:
             self._record.plot()
         self._load(self._best)
-        return Distilled(self._pupil.projector(), at.before, at.best, at.best_step, at.held, at.ended, at.seconds)
+        return Distilled(
+            projector=self._pupil.projector(),
+            kl_before=at.before,
+            kl_after=at.best,
+            steps=at.best_step,
+            held=at.held,
+            ended=at.ended,
+            seconds=at.seconds,
+            folder=self._record.folder if self._record else None,
+            writes=self._world.first,
+        )
 
     def _begin(self) -> None:
-        saved = self._record.load() if self._record else None
+        saved = self._record.load() if self._record and self._o.resume else None
         if saved:
             self._at, self._best, now = saved
             self._load(now)
@@ -213,7 +240,7 @@ class _Training:
         if not at.ended and (at.step % self._o.every == 0 or at.step == self._o.steps):
             held = self._look()
         self._line(held, learning_rate=rate, train_kl=loss)
-        if held or at.ended:
+        if held or at.ended or (self._o.checkpoint_every and at.step % self._o.checkpoint_every == 0):
             self._save()
 
     def _learn(self, batch: Sequence[Cut]) -> float:
@@ -279,7 +306,9 @@ class _Exam:
 
     def __init__(self, held: Mapping[str, Sequence[Lesson]], o: DistilOptions, room: Classroom, world: World) -> None:
         rng = random.Random(o.seed + 1)
-        cuts = {k: [cut(le, o.prefix, o.held_continuation, rng) for le in found] for k, found in held.items() if found}
+        cuts = {
+            k: [cut(le, o.prefix_range, o.held_continuation, rng) for le in found] for k, found in held.items() if found
+        }
         if not cuts:
             raise ConfigError("there are no held-out lessons", fix="Give some: they decide which state is kept.")
         self._kinds, self._counts = list(cuts), [len(c) for c in cuts.values()]
@@ -319,7 +348,8 @@ def _name(
 ) -> str:
     """Of a training's folder: all that decides its result."""
     fields: list[tuple[str, str | bytes | int]] = [("processes", processes), ("kind", projector.kind)]
-    fields.append(("options", msgspec.json.encode(msgspec.structs.replace(options, plot=False))))
+    deciding = msgspec.structs.replace(options, plot=False, resume=True, checkpoint_every=0)
+    fields.append(("options", msgspec.json.encode(deciding)))
     fields += [(f"model {i}", s.spec.revision) for i, s in enumerate(stores)]
     fields.append(("parameters", msgspec.json.encode(projector.parameters())))
     fields += [(n, hashlib.sha256(t.numpy().tobytes()).digest()) for n, t in sorted(projector.tensors().items())]

@@ -28,11 +28,11 @@ class Classroom:
         frozen: FrozenTarget,
         native: int,
         tail: int,
-        near: float,
+        fading: float,
     ) -> None:
-        """`native`, `tail`, `near` as in `DistilOptions`."""
+        """`native`, `tail` and `fading` as `native_tokens`, `tail` and `position_weight` in `DistilOptions`."""
         self._inputs, self._scale, self._target, self._frozen = inputs, scale, target, frozen
-        self._native, self._tail, self._near = native, tail, near
+        self._native, self._tail, self._fading = native, tail, fading
         self._content = inputs.content
         self._turn: Turn | None = None
 
@@ -86,5 +86,5 @@ class Classroom:
         return KV(*(t.to(self._frozen.device, self._frozen.dtype) for t in (kv.k, kv.v)))
 
     def _weights(self, count: int) -> Tensor:
-        weights = (1 + torch.arange(count, dtype=torch.float32)) ** -self._near
+        weights = torch.exp(-self._fading * torch.arange(count, dtype=torch.float32))
         return weights / weights.mean()

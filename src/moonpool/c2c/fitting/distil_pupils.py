@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from moonpool.c2c.projectors.base import Projector
+from moonpool.c2c.projectors.coded import CodedProjector
 from moonpool.c2c.projectors.headlocal import HeadLocalParameters, HeadLocalProjector
 from moonpool.c2c.projectors.linear import LinearParameters, LinearProjector, typed
 from moonpool.c2c.projectors.mlp import MlpParameters, MlpProjector
@@ -196,26 +197,58 @@ class LinearPupil(_Shelled):
 class TrunkPupil(_Shelled):
     """The latent is standardised too: else the columns of `down` would differ in size as its eigenvalues do."""
 
-    def __init__(self, projector: TrunkProjector, scale: Scale, make: MakeWeight) -> None:
+    def __init__(self, projector: TrunkProjector | CodedProjector, scale: Scale, make: MakeWeight) -> None:
         super().__init__(projector)
-        p: TrunkParameters = typed(projector.parameters(), TrunkParameters)
+        trunk = {k: v for k, v in projector.parameters().items() if k != "code"}
+        p: TrunkParameters = typed(trunk, TrunkParameters)
         held = projector.tensors()
         self._scale, self._layers = scale, p.target_layers
         down = scale.weight(held["down.weight"])
         deviation = (scale.sample.flatten(1) @ down).std(0).clamp(min=1e-6)
+        self._deviation = deviation
         self.down, self.up = make(down / deviation, _DOWN), make(held["up.weight"] * deviation[:, None])
         shift = scale.mean.flatten() @ held["down.weight"] @ held["up.weight"]
         self.bias = self.loose(held["bias"] + shift.view_as(held["bias"]))
         self._keep_shell(held.get("shell"), p.eps)
 
     def _affine(self, x: Tensor) -> Tensor:
-        y = self.up(self.down(x.flatten(1)))
+        y = self.up(self._latent(x))
         return y.float().unflatten(-1, (self._layers, 2, -1)) + self.bias
+
+    def _latent(self, x: Tensor) -> Tensor:
+        return self.down(x.flatten(1))
 
     def tensors(self) -> dict[str, Tensor]:
         down, up = self._scale.raw(self.down.merged().cpu()), self.up.merged().cpu()
         shift = (self._scale.mean.flatten() @ down @ up).view(self.bias.shape)
         return self._with_shell({"down.weight": down, "up.weight": up, "bias": self.bias.detach().cpu() - shift})
+
+
+class CodedPupil(TrunkPupil):
+    """A trunk whose code is trained along: its directions, its offsets, and how the latent reads it."""
+
+    def __init__(self, projector: CodedProjector, scale: Scale, make: MakeWeight) -> None:
+        super().__init__(projector, scale, make)
+        held = projector.tensors()
+        first = slice(0, 1)
+        self.code = make(scale.weight(held["code.weight"], first), _DOWN)
+        self.offset = self.loose(held["code.offset"] + scale.mean[first].flatten() @ held["code.weight"], floor=1e-2)
+        self.read = make(held["read.weight"] / self._deviation, _DOWN)
+
+    def _latent(self, x: Tensor) -> Tensor:
+        hidden = gelu(self.code(x[:, 0].flatten(1)) + self.offset.to(x.dtype))
+        return super()._latent(x) + self.read(hidden)
+
+    def tensors(self) -> dict[str, Tensor]:
+        code = self._scale.raw(self.code.merged().cpu(), slice(0, 1))
+        offset = self.offset.detach().cpu() - self._scale.mean[:1].flatten() @ code
+        # `up` is given for a latent of unit deviation, as `down` is, and so the read weights need no other unit.
+        return {
+            **super().tensors(),
+            "code.weight": code,
+            "code.offset": offset,
+            "read.weight": self.read.merged().cpu(),
+        }
 
 
 class HeadLocalPupil(_Shelled):
@@ -305,6 +338,7 @@ class MlpPupil(Pupil):
 _PUPILS: dict[str, Callable[[Any, Scale, MakeWeight], Pupil]] = {
     LinearProjector.kind: LinearPupil,
     TrunkProjector.kind: TrunkPupil,
+    CodedProjector.kind: CodedPupil,
     HeadLocalProjector.kind: HeadLocalPupil,
     MlpProjector.kind: MlpPupil,
 }

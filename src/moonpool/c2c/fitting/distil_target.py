@@ -24,9 +24,7 @@ class FrozenTarget(CausalModel):
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, device: torch.device, *, checkpointing: bool) -> None:
         """`checkpointing`: a layer's activations are computed again in the backward pass instead of kept."""
-        super().__init__(folder, dtype)
-        self.device = device
-        self._model.to(device)
+        super().__init__(folder, dtype, device)
         if checkpointing:
             layers = self._base.layers
             for i in range(len(layers)):

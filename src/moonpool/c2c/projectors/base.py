@@ -76,6 +76,12 @@ class Projector(Stored):
     def project(self, x: Tensor) -> Tensor:
         """`x` → `y` (shapes above). Layers that are not in `source_layers` may hold anything. Never writes to `x`."""
 
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, columns) of the matrix products, for measuring the machine's own rate on these shapes: the definition's
+        products, whatever `project` cuts them into."""
+        weights = [w for name, w in self.tensors().items() if name.endswith("weight")]
+        return [(w.shape[-2], w.shape[-1]) for w in weights for _ in range(w.shape[:-2].numel())]
+
 
 def take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
     """The named weight in fp32, checked: it is there, has this shape and only finite numbers."""

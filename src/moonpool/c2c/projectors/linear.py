@@ -100,11 +100,6 @@ class LinearProjector(Projector):
     def flops_per_token(self) -> int:
         return sum(2 * p.weight.numel() for p in self._products)
 
-    def shapes(self) -> list[tuple[int, int]]:
-        """(rows, columns) of the map of each target layer and half, for measuring the machine's own rate on these shapes. It is
-        the definition's products, not the smaller ones that `project` cuts them into."""
-        return [(w.shape[0], w.shape[1]) for pair in self._weights for w in pair]
-
     def parameters(self) -> dict[str, Any]:
         return dict(msgspec.to_builtins(self._p))
 

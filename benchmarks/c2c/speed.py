@@ -1,11 +1,8 @@
-"""Conversion against the machine's limits: `make bench-c2c`.
+"""Conversion against the machine's limits.
 
-    gemm_fraction       arithmetic rate of whole conversions (pages in, pages out) ÷ rate of the bare fp32 products of the same shapes
-    convert_vs_prefill  tokens/s converted ÷ tokens/s that the target prefills itself
-    put_overhead        time of a put with its rule on ÷ with no rule, between real processes
-    kl_linear, kl_issue1520_mlp   KL against native of the shipped projector and of issue #1520's recipe, from the evaluator
-
-All in one run. The second pair needs its models in MOONPOOL_MODELS and its fits (README); what is missing is said and skipped.
+gemm_fraction       arithmetic rate of whole conversions (pages in, pages out) ÷ rate of the bare fp32 products of the same shapes
+convert_vs_prefill  tokens/s converted ÷ tokens/s that the target prefills itself
+put_overhead        time of a put with its rule on ÷ with no rule, between real processes
 """
 
 from __future__ import annotations
@@ -13,26 +10,23 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
 
 from benchmarks import figures
-from models import fit_bundles
+from benchmarks.c2c.pairs import Pair
 from moonpool import paths
 from moonpool.c2c.bundle import open_bundle
 from moonpool.c2c.config import load_c2c
 from moonpool.c2c.convert import Conversion
-from moonpool.c2c.judging.report import Report, read_report
 from moonpool.c2c.pages import pack
-from moonpool.c2c.projectors.linear import LinearProjector
+from moonpool.c2c.projectors.base import Projector
 from moonpool.c2c.signature import ModelSpec, load_spec
 from moonpool.engine.instance import Instance
 from moonpool.engine.request import GenerateRequest
@@ -43,47 +37,16 @@ PAGE = 16
 TOKENS = 2048
 PROMPT = 512
 PUT_ROUNDS = 40
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A pair to measure: model folders, the bundle, the baseline bundle."""
-
-    name: str
-    source: str
-    target: str
-    bundle: Path
-    baseline: Path
-    judge: Callable[[Pair], Report]
-    """Runs the evaluator on both bundles."""
-    fitted_by: str
-    """The command that makes both bundles."""
-
-
-def main() -> None:
-    found: dict[str, object] = {}
-    for pair in (bundled(), qwen()):
-        missing = _missing(pair)
-        if missing:
-            print(f"{pair.name}: skipped, {missing}")
-            continue
-        measured = measure(pair)
-        found.update({f"{pair.name}_{k}": v for k, v in measured.items()})
-        rows = [(figure, f"{value:.3f}") for figure, value in measured.items()]
-        figures.show(f"{pair.source} → {pair.target}", rows, ("figure", "value"))
-    print(figures.write("bench-c2c", found))
+TURNS = 9
 
 
 def measure(pair: Pair) -> dict[str, float]:
     bundle = open_bundle(pair.bundle)
     source, target = load_spec(paths.find_model(pair.source)), load_spec(paths.find_model(pair.target))
     projector = bundle.projector()
-    assert isinstance(projector, LinearProjector)
-    conversion = Conversion(projector, source, target, PAGE)
-    seconds, bare = conversion_seconds(conversion), product_seconds(projector)
+    seconds, bare = alternating(Conversion(projector, source, target, PAGE), projector)
     prefill = prefill_rate(pair, target)
     overhead, saturated = put_overhead(source, pair)
-    report = pair.judge(pair)
     return {
         "convert_tokens_per_s": TOKENS / seconds,
         "convert_gflops": TOKENS * projector.flops_per_token() / seconds / 1e9,
@@ -93,13 +56,20 @@ def measure(pair: Pair) -> dict[str, float]:
         "convert_vs_prefill": TOKENS / seconds / prefill,
         "put_overhead": overhead,
         "put_overhead_saturated": saturated,
-        "kl_linear": report.arm("mapped").kl_mean,
-        "kl_issue1520_mlp": report.arm("compare").kl_mean,
     }
 
 
-def conversion_seconds(conversion: Conversion) -> float:
-    """Time to convert TOKENS tokens, pages in and pages out."""
+def alternating(conversion: Conversion, projector: Projector) -> tuple[float, float]:
+    """Seconds of a conversion of TOKENS tokens, and of its bare products, in turns, so that a slow minute hits both alike."""
+    convert, multiply = _conversion(conversion), _products(projector.shapes())
+    both = [(figures.seconds(convert, repeats=1), figures.seconds(multiply, repeats=1)) for _ in range(TURNS)]
+    ratio = statistics.median(c / m for c, m in both)
+    seconds = statistics.median(c for c, _ in both)
+    return seconds, seconds / ratio
+
+
+def _conversion(conversion: Conversion) -> Callable[[], None]:
+    """Converts TOKENS tokens, pages in and pages out."""
     shape = conversion.source_shape
     count = TOKENS // PAGE
     half = PAGE, shape.layers, shape.heads, shape.dim
@@ -109,26 +79,11 @@ def conversion_seconds(conversion: Conversion) -> float:
     def run() -> None:
         assert conversion.run(pages, range(count), outs) == [None] * count
 
-    return figures.seconds(run, repeats=7)
+    return run
 
 
-def product_seconds(projector: LinearProjector) -> float:
-    """Time of the bare products on contiguous operands: the machine's own fp32 rate on these shapes.
-
-    The halves of a target layer that read the same layers may go apart or as one wider product; the faster way counts.
-    """
-    apart = projector.shapes()
-    sources = projector.parameters()["sources"]
-    halves = list(zip(apart[::2], apart[1::2], strict=True))
-    joined = [
-        shape
-        for (k, v), (reads_k, reads_v) in zip(halves, sources, strict=True)
-        for shape in ([(k[0], k[1] + v[1])] if reads_k == reads_v else [k, v])
-    ]
-    return min(_products_seconds(apart), _products_seconds(joined))
-
-
-def _products_seconds(shapes: list[tuple[int, int]]) -> float:
+def _products(shapes: list[tuple[int, int]]) -> Callable[[], None]:
+    """The bare products on contiguous operands: the machine's own fp32 rate on these shapes."""
     x = {rows: torch.randn(TOKENS, rows) for rows, _ in shapes}
     weights = [torch.randn(rows, columns) for rows, columns in shapes]
     outs = [torch.empty(TOKENS, columns) for _, columns in shapes]
@@ -137,7 +92,7 @@ def _products_seconds(shapes: list[tuple[int, int]]) -> float:
         for w, out in zip(weights, outs, strict=True):
             torch.mm(x[w.shape[0]], w, out=out)
 
-    return figures.seconds(run, repeats=7)
+    return run
 
 
 def prefill_rate(pair: Pair, target: ModelSpec) -> float:
@@ -210,53 +165,3 @@ def _c2c_file(folder: Path, pair: Pair) -> Path:
     }
     path.write_bytes(msgspec.yaml.encode(file))
     return path
-
-
-def bundled() -> Pair:
-    name = "moon-large-to-moon-small"
-    return Pair(
-        "bundled",
-        "moon-large",
-        "moon-small",
-        Path("bundles") / name,
-        paths.cache_dir() / "fits" / f"{name}-issue1520",
-        lambda pair: fit_bundles.judge_folders(pair.bundle, pair.baseline),
-        "make bundles",
-    )
-
-
-def qwen() -> Pair:
-    source, target = "qwen2.5-coder-1.5b-instruct", "qwen2.5-coder-0.5b-instruct"
-    fits = paths.cache_dir() / "fits"
-    name = f"{source}-to-{target}"
-    return Pair("qwen", source, target, fits / name, fits / f"{name}-issue1520", judge_on_stdlib, "make fit-qwen")
-
-
-def library_texts() -> list[str]:
-    """`--text` for each module of Python's library that is neither tiny nor huge."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    return [word for f in files if 6000 < f.stat().st_size < 200000 for word in ("--text", str(f))]
-
-
-def judge_on_stdlib(pair: Pair) -> Report:
-    """`moonpool c2c eval` on files of Python's library that the fit held out."""
-    out = Path("build") / "reports" / pair.name
-    command = ["-m", "moonpool", "c2c", "eval", "--bundle", str(pair.bundle), "--compare", str(pair.baseline)]
-    command += ["--source", pair.source, "--target", pair.target, "--out", str(out)]
-    subprocess.run([sys.executable, *command, *library_texts()], check=True)
-    return read_report(out / "report.json")
-
-
-def _missing(pair: Pair) -> str:
-    for model in (pair.source, pair.target):
-        if not Path(paths.find_model(model)).is_dir():
-            return f"no model `{model}` in MOONPOOL_MODELS"
-    for bundle in (pair.bundle, pair.baseline):
-        if not bundle.is_dir():
-            return f"no bundle {bundle}: run `{pair.fitted_by}` first"
-    return ""
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    main()
