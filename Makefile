@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: setup demo demo-qwen up test test-slow test-faults check format bench bench-c2c bench-pool bench-store \
-	bench-transfer bench-disk conformance bundles fit-qwen clean
+	bench-transfer bench-disk bench-speculate conformance bundles fit-qwen clean
 
 setup: $(STAMP)
 
@@ -54,12 +54,16 @@ bench: bench-pool bench-c2c bench-store bench-transfer bench-disk
 
 bundles: setup
 	@$(BIN)/python models/fit_bundles.py
+	@$(BIN)/python models/fit_bundles.py --back
 
 bench-pool: setup
 	@$(BIN)/python -m benchmarks.pool
 
 bench-c2c: setup
 	@$(BIN)/python -m benchmarks.c2c
+
+bench-speculate: setup
+	@$(BIN)/python -m benchmarks.speculate
 
 # Against the real Mooncake Store, which is installed into a venv of its own; in a network namespace of its own.
 bench-store: setup
@@ -76,8 +80,10 @@ conformance: setup
 	@test -n "$(PEER_TESTS)" || { echo "make conformance PEER_TESTS=<checkout of kvcache-ai/Mooncake>"; exit 2; }
 	@$(BIN)/python -m benchmarks.conformance "$(PEER_TESTS)"
 
+# Needs the models in MOONPOOL_MODELS; an hour and more on two cores.
 fit-qwen: setup
-	@$(BIN)/python -m benchmarks.fit_qwen
+	@$(BIN)/python -m recipes.qwen --direction l2s
+	@$(BIN)/python -m recipes.qwen --direction s2l
 
 clean:
 	@rm -rf build .pytest_cache .mypy_cache .ruff_cache
