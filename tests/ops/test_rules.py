@@ -36,7 +36,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         try:
             main()
         except SystemExit as e:
-            assert not e.code, capsys.readouterr().err
+            if e.code:
+                raise AssertionError(capsys.readouterr().err) from e
         return capsys.readouterr().out
 
     return run
@@ -73,7 +74,7 @@ def test_disable_shows_why_and_enable_undoes_it(master: MasterService, run: Run)
 def test_a_rule_that_there_is_not_is_named(
     master: MasterService, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(AssertionError, match="no such rule.*large→small"):
+    with pytest.raises(AssertionError, match=r"no such rule.*large→small"):
         run("enable", "small:large")
     with pytest.raises(AssertionError, match="not disabled"):
         run("enable", "large:small")
