@@ -20,7 +20,7 @@ from moonpool import paths
 from moonpool.c2c.config import C2CConfig, C2CFile, ModelEntry, RuleEntry, check, resolve
 from moonpool.c2c.signature import load_spec
 from moonpool.config import load
-from moonpool.engine.draft import DraftModel
+from moonpool.engine.draft import DraftKV, DraftModel
 from moonpool.engine.instance import Instance
 from moonpool.engine.model import Compute
 from moonpool.engine.scheduler import Limits
@@ -53,7 +53,9 @@ class DraftEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: str
     """A name from `c2c.models`: a small model with the same tokenizer."""
     tokens: int = 4
-    """Guessed at a time."""
+    """Guessed at a time, at most."""
+    kv: DraftKV = "converted"
+    """`native`: the draft computes its prompts itself (or finds its own pages in the pool)."""
 
 
 class InstanceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,7 +119,7 @@ class System:
         model, draft = self.c2c.models[entry.model], None
         if entry.draft:
             small = self.c2c.models[entry.draft.model]
-            draft = DraftModel(ref=small.ref, spec=small.spec, tokens=entry.draft.tokens)
+            draft = DraftModel(ref=small.ref, spec=small.spec, tokens=entry.draft.tokens, kv=entry.draft.kv)
         return Instance(
             model.ref,
             model.spec,

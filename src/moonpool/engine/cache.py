@@ -31,7 +31,8 @@ class SequenceKV:
     """Keys and values of one sequence, each `[layers, heads, capacity, dim]`, valid in `[0, length)`.
 
     Values are bf16 numbers held in the compute type. What lies below `length` is never written again, so views of it (see
-    `tokens`) stay right while the sequence grows, also when growing moves it to other memory.
+    `tokens`) stay right while the sequence grows, also when growing moves it to other memory. (Only `engine.speculative` takes
+    `length` back, within the answer, of which nobody has a view before its end.)
     """
 
     def __init__(self, shape: PageShape, *, dtype: torch.dtype, device: torch.device, capacity: int) -> None:

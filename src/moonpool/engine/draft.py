@@ -4,13 +4,17 @@ Its cache of the prompt is taken, page by page, from the first of these that the
 converted ahead, in the pool; a conversion here and now of the *large* model's cache of this very request; its own prefill.
 Page 0 and the last full page are never converted (`engine.plan`). No answer depends on any of it (`engine.speculative`), so
 the gate has no say here: a poor bundle costs time, never quality. Nothing of the draft's is stored.
+
+Between two tokens of the answer the draft converts or computes about one chunk of its prompt; until all is there, plain
+decoding goes on. So a long prompt delays others no longer than a chunk of prefill does.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from msgspec.structs import replace
@@ -23,7 +27,7 @@ from moonpool.c2c.signature import Difference, ModelSpec, check_contract
 from moonpool.clock import Clock
 from moonpool.engine.cache import SequenceKV
 from moonpool.engine.model import Compute, Runner
-from moonpool.engine.plan import Kind, Load, PrefixPlan, plan_prefix
+from moonpool.engine.plan import Kind, Load, plan_prefix
 from moonpool.engine.prefix import PrefixLoader
 from moonpool.engine.sequence import RunningSequence
 from moonpool.errors import ConfigError, MoonpoolError
@@ -33,6 +37,9 @@ log = logging.getLogger(__name__)
 
 MAX_TOKENS = 16
 
+DraftKV = Literal["converted", "native"]
+"""What the draft's cache of a prompt may be made of: `native` leaves all conversion out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModel:
@@ -41,6 +48,7 @@ class DraftModel:
     ref: str
     spec: ModelSpec
     tokens: int = 4
+    kv: DraftKV = "converted"
 
     def check(self, target: ModelSpec) -> None:
         """Raises ConfigError, or ConversionRefused where the two models do not mean the same by a token."""
@@ -58,10 +66,12 @@ class Drafting:
     kv: SequenceKV
     found: list[Kind | None]
     """Per page of the prompt: what is in `kv` already."""
-    plan: PrefixPlan | None = None
-    """None until the rest of the prompt's cache was made."""
-    exact_to: int = 0
+    count: int
+    """So many tokens to guess next: one more than were right the last time."""
+    exact_to: int
     """So many tokens of the large model's cache are those of plain decoding, bit for bit."""
+    work: Iterator[int] | None = None
+    """What is left to do for the prompt's cache, in steps of so many tokens. None before the first step."""
     failed: bool = False
 
 
@@ -85,6 +95,8 @@ class Draft:
         """Loads the draft, and the bundle of the rule from `target` to it if `c2c` has one; a bundle that cannot be loaded is
         no error. Raises ModelError, ConfigError, ConversionRefused for a draft that cannot serve."""
         model.check(target)
+        c2c = c2c if model.kv == "converted" else None
+        self._clock = clock
         self._spec, self._target, self._tokens, self._chunk = model.spec, target, model.tokens, chunk
         self._page_size = page_size
         self._runner = Runner(model.ref, model.spec, page_size=page_size, compute=compute, device=device)
@@ -108,13 +120,14 @@ class Draft:
             plan = self._loader.load(kv, self._loader.lookup(keys, None, tokens), len(tokens), 1)
             for i, kind in plan.loaded_pages:
                 found[i] = kind
-        return Drafting(kv, found, exact_to=len(tokens))
+        return Drafting(kv, found, count=self._tokens, exact_to=len(tokens))
 
     def propose(self, seq: RunningSequence, state: Drafting) -> list[int]:
-        """Up to `tokens` guesses of what comes next; none where too little of the answer is left or the draft failed."""
+        """Guesses of what comes next; none where too little of the answer is left, the draft's cache of the prompt is not
+        complete yet, or the draft failed."""
         assert seq.kv is not None
         room = min(seq.request.max_tokens - len(seq.generated), self._spec.max_positions - seq.kv.length - 1) - 1
-        count = min(self._tokens, room)
+        count = min(self._tokens, state.count, room)
         if count < 1 or state.failed:
             return []
         try:
@@ -128,53 +141,68 @@ class Draft:
         tokens = [*seq.request.prompt, *seq.generated]
         if max(tokens[-self._tokens - 1 :]) >= self._spec.vocab_size:
             return []
-        if state.plan is None:
-            state.plan = self._begin(tokens, target, state, len(seq.request.prompt))
+        if not self._ready(seq, target, state):
+            return []
         kv = state.kv
         kv.length = min(kv.length, len(tokens) - 1)  # behind the last token that was kept lie refused guesses
-        logits = self._feed(kv, tokens[kv.length :])
+        behind = tokens[kv.length :]  # many, if the sequence decoded among others for a while
+        logits = self._runner.forward([kv], [behind[: self._chunk]], keep=1)
+        if len(behind) > self._chunk:
+            return []
         guesses = [self._best(logits)]
         while len(guesses) < count:
-            guesses.append(self._best(self._feed(kv, guesses[-1:])))
+            guesses.append(self._best(self._runner.forward([kv], [guesses[-1:]], keep=1)))
         return guesses
 
+    def _ready(self, seq: RunningSequence, target: SequenceKV, state: Drafting) -> bool:
+        """Whether the draft's cache of the prompt is complete, after a chunk's worth of work on it."""
+        if state.work is None:
+            state.work = self._complete(seq, target, state)
+        start, done, complete = self._clock.now(), 0, False
+        while done < self._chunk and not complete:
+            step = next(state.work, None)
+            done, complete = done + (step or 0), step is None
+        seq.timing.draft += self._clock.now() - start
+        return complete
+
     def _best(self, logits: Tensor) -> int:
-        return int(logits[: self._target.vocab_size].argmax())
+        return int(logits[0, -1, : self._target.vocab_size].argmax())
 
-    def _feed(self, kv: SequenceKV, tokens: list[int]) -> Tensor:
-        """Logits `[vocab]` behind the last of `tokens`."""
-        last = torch.empty(0)
-        for at in range(0, len(tokens), self._chunk):
-            last = self._runner.forward([kv], [tokens[at : at + self._chunk]], keep=1)[0, -1]
-        return last
-
-    def _begin(self, tokens: list[int], target: SequenceKV, state: Drafting, prompt: int) -> PrefixPlan:
-        """Complete the prompt's cache up to the plan's last step, which `_feed` computes with the answer's first tokens."""
+    def _complete(self, seq: RunningSequence, target: SequenceKV, state: Drafting) -> Iterator[int]:
+        """Make the draft's cache of the prompt, but for the last token. Yields how many tokens each step made."""
+        prompt, kv = seq.request.prompt, state.kv
         if self._conversion:
-            self._convert(self._conversion, target, state, prompt // self._page_size - 1)
-        plan = plan_prefix(prompt, self._page_size, state.found)
-        for step in plan.steps[:-1]:
+            yield from self._convert(self._conversion, target, state, len(prompt) // self._page_size - 1)
+        seq.draft_plan = plan_prefix(len(prompt), self._page_size, state.found)
+        for step in seq.draft_plan.steps:
             if isinstance(step, Load):
-                state.kv.length = step.end * self._page_size
-            else:
-                self._feed(state.kv, tokens[step.start : step.end])
-        return plan
+                kv.length = step.end * self._page_size
+                continue
+            end = min(step.end, len(prompt) - 1)
+            while kv.length < end:
+                some = prompt[kv.length : min(end, kv.length + self._chunk)]
+                self._runner.forward([kv], [some], keep=0)
+                yield len(some)
 
-    def _convert(self, conversion: Conversion, target: SequenceKV, state: Drafting, end: int) -> None:
-        """Pages `[1, end)` that the pool did not have, from the large model's cache. What is not finite is left out."""
-        missing = [i for i in range(1, end) if state.found[i] is None]
+    @torch.inference_mode()
+    def _convert_pages(self, conversion: Conversion, target: SequenceKV, pages: list[int]) -> Tensor:
         size = self._page_size
+        rows = torch.cat([torch.arange(i * size, (i + 1) * size) for i in pages])
+        k, v = (half[rows.to(half.device)].float().cpu() for half in target.tokens(0, target.length))
+        return conversion.project_kv(k, v, rows).bfloat16()
+
+    def _convert(self, conversion: Conversion, target: SequenceKV, state: Drafting, end: int) -> Iterator[int]:
+        """Pages `[1, end)` that the pool did not have, from the large model's cache. What is not finite is left out."""
+        missing, size = [i for i in range(1, end) if state.found[i] is None], self._page_size
         for at in range(0, len(missing), _PAGES_AT_ONCE):
             some = missing[at : at + _PAGES_AT_ONCE]
-            rows = torch.cat([torch.arange(i * size, (i + 1) * size) for i in some])
-            k, v = (half[rows.to(half.device)].float().cpu() for half in target.tokens(0, target.length))
-            with torch.inference_mode():
-                made = conversion.project_kv(k, v, rows).bfloat16()
+            made = self._convert_pages(conversion, target, some)
             for n, i in enumerate(some):
                 page = made[n * size : (n + 1) * size]
                 if bool(page.isfinite().all()):
                     state.kv.write(i * size, page[:, :, 0], page[:, :, 1])
                     state.found[i] = Kind.CONVERTED
+            yield len(some) * size
 
 
 _PAGES_AT_ONCE = 64

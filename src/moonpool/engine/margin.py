@@ -3,20 +3,24 @@
 The same position computed among others (speculative verification) or alone (plain decoding) gives logits that differ in the
 order of additions, and a little more where that flipped the bf16 rounding of a cached key or value. Given a bound `noise` on
 that difference, a choice is *safe* if no logits within the bound could lead to another one. With every logit off by at most
-`noise`, each sum of probabilities F is off by at most F (1 - F) (e^(2 noise / temperature) - 1).
+`noise`, the odds of any set of tokens change by a factor of at most e^(2 noise / temperature).
 """
 
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from moonpool.engine.sampling import GREEDY_BELOW, SamplingParams, nucleus
+from moonpool.engine.sampling import GREEDY_BELOW, SamplingParams, sample
 
-NOISE = {torch.float32: 0.05, torch.bfloat16: 0.5}
-"""Bound on a logit's difference, by the type that the model computes in; over twice what was seen (benchmarks/speculate.py)."""
+NOISE = {torch.float32: 0.02, torch.bfloat16: 0.5}
+"""Bound on a logit's difference to begin with, by the type that the model computes in. fp32: over twice what was seen
+(benchmarks/speculate.py)."""
+
+Mass = TypeVar("Mass", float, Tensor)
 
 
 def safe(logits: Tensor, params: SamplingParams, generator: torch.Generator, noise: float) -> bool:
@@ -25,36 +29,44 @@ def safe(logits: Tensor, params: SamplingParams, generator: torch.Generator, noi
     if params.temperature < GREEDY_BELOW:
         best = logits.topk(2).values
         return float(best[0] - best[1]) > 2 * noise
-    slack = math.expm1(min(2 * noise / params.temperature, 50.0))
+    token = sample(logits, params, _copy(generator))
+    uniform = float(torch.rand((), dtype=torch.float64, generator=_copy(generator)))
+    factor = math.exp(min(2 * noise / params.temperature, 50.0))
     probs = torch.softmax(logits.double() / params.temperature, dim=-1)
-    if params.top_p < 1.0:
-        if not _nucleus_safe(logits, probs, params.top_p, noise, slack):
-            return False
-        probs = nucleus(probs, params.top_p)
-        probs /= probs.sum()
+    surely, perhaps = _kept(logits, probs, params.top_p, noise, factor)
+    if not surely[token]:
+        return False
+    sure, most = probs * surely, probs * perhaps
+    begin = _part(most[:token].sum(), sure[token:].sum())
+    end = _part(sure[: token + 1].sum(), most[token + 1 :].sum())
+    return _moved(begin, factor) <= uniform < _moved(end, 1 / factor)
+
+
+def _copy(generator: torch.Generator) -> torch.Generator:
     copy = torch.Generator()
     copy.set_state(generator.get_state())
-    uniform = float(torch.rand((), dtype=torch.float64, generator=copy))
-    cumulative = probs.cumsum(-1)
-    token = int(torch.searchsorted(cumulative, uniform, right=True))
-    if token >= probs.numel():
-        return False
-    below = float(cumulative[token - 1]) if token else 0.0
-    above = float(cumulative[token])
-    return uniform - below > _reach(below, slack) - (below == 0.0) and above - uniform > _reach(above, slack)
+    return copy
 
 
-def _reach(total: float, slack: float) -> float:
-    """How far a sum of probabilities may move."""
-    return max(0.0, total * (1.0 - total)) * slack
+def _part(one: Tensor, rest: Tensor) -> float:
+    return float(one / (one + rest))
 
 
-def _nucleus_safe(logits: Tensor, probs: Tensor, top_p: float, noise: float, slack: float) -> bool:
-    """Whether noise could change which tokens the nucleus keeps: their order at its edge, or the place where it is cut."""
-    kept = nucleus(probs, top_p) > 0
-    if not bool(kept.all()) and float(logits[kept].min() - logits[~kept].max()) <= 2 * noise:
-        return False
-    mass = float(probs[kept].sum())
-    before = mass - float(probs[kept].min())
-    cut = mass - top_p > _reach(mass, slack) or bool(kept.all())
-    return cut and (top_p - before > _reach(before, slack) or int(kept.sum()) == 1)
+def _moved(part: Mass, factor: float) -> Mass:
+    """A share of all probability when its odds change by `factor`."""
+    return factor * part / (1.0 + (factor - 1.0) * part)
+
+
+def _kept(logits: Tensor, probs: Tensor, top_p: float, noise: float, factor: float) -> tuple[Tensor, Tensor]:
+    """Which tokens the nucleus keeps whatever the noise is, and which it keeps with some noise: two bool `[vocab]`."""
+    if top_p >= 1.0:
+        every = torch.ones_like(probs, dtype=torch.bool)
+        return every, every
+    ascending, index = logits.double().sort()
+    behind = torch.cat([probs.new_zeros(1), probs[index].flip(0).cumsum(0)])  # mass of the n best tokens
+    wide = 2 * noise
+    could_lead = len(logits) - torch.searchsorted(ascending, logits.double() - wide)
+    must_lead = len(logits) - torch.searchsorted(ascending, logits.double() + wide, right=True)
+    most, least = behind[could_lead] - probs, behind[must_lead]
+    surely = (_moved(most.clamp(0.0, 1.0), factor) < top_p) | (could_lead == 1)
+    return surely, (_moved(least, 1 / factor) < top_p) | (must_lead == 0)

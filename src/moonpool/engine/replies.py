@@ -43,6 +43,8 @@ def extension_json(result: GenerateResult) -> Json:
             "drafted": u.drafted,
             "accepted": u.accepted,
             "replayed": u.replayed,
+            "draft_native": u.draft_native,
+            "draft_converted": u.draft_converted,
         },
         "bundles": [{"digest": d, "forced": d in u.forced} for d in u.bundles],
         "seconds": {
@@ -51,6 +53,7 @@ def extension_json(result: GenerateResult) -> Json:
             "load": t.load,
             "prefill": t.prefill,
             "decode": t.decode,
+            "draft": t.draft,
             "ttft": t.ttft,
             "total": t.total,
         },

@@ -101,6 +101,8 @@ class Timing:
     load: float = 0.0
     prefill: float = 0.0
     decode: float = 0.0
+    draft: float = 0.0
+    """Part of `decode`: until the draft had the prompt's cache."""
     ttft: float = 0.0
     total: float = 0.0
 
@@ -130,6 +132,10 @@ class Usage:
     """Of these: right."""
     replayed: int = 0
     """Computed once more, one by one, because rounding could have decided between two tokens."""
+    draft_native: int = 0
+    """Prompt tokens of the draft's cache from its own pages in the pool."""
+    draft_converted: int = 0
+    """From pages converted from another model's, ahead or for this request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

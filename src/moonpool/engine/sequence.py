@@ -59,6 +59,7 @@ class RunningSequence:
         self.fused = False
         self.forced: tuple[str, ...] = ()
         self.drafting: Drafting | None = None  # None: nothing is guessed for this request
+        self.draft_plan: PrefixPlan | None = None  # how the draft's cache of the prompt was made
         self.drafted = self.accepted = self.replayed = 0
         self.stored_to = 0  # pages below this index were offered to the pool
         self.finish_reason: FinishReason | None = None
@@ -204,4 +205,6 @@ class RunningSequence:
             drafted=self.drafted,
             accepted=self.accepted,
             replayed=self.replayed,
+            draft_native=self.draft_plan.count(Kind.NATIVE) if self.draft_plan else 0,
+            draft_converted=self.draft_plan.count(Kind.CONVERTED) if self.draft_plan else 0,
         )

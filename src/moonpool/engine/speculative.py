@@ -10,7 +10,8 @@ is that of plain decoding.
 
 One pass over several tokens rounds otherwise than one over each. Where that could change a choice (`engine.margin`), the
 answer is computed again token by token from `exact_to` on, the end of what plain decoding would hold bit for bit, up to this
-position: the choice is then plain decoding's own. Each token is computed again at most once.
+position: the choice is then plain decoding's own. Each token is computed again at most once, and each time shows how large
+the noise is: the bound grows to twice the most that was seen.
 
 Only a sequence that decodes alone is sped up: among others the linear layers are busy with the batch already, and plain
 batched decoding goes on. The draft catches up when the sequence is alone again.
@@ -67,6 +68,7 @@ class Speculation:
             kept += right
             if seq.finish_reason is not None or not right:
                 break
+        state.count = kept + 1
         seq.drafted += len(guesses)
         seq.accepted += kept
         seq.timing.decode += self._clock.now() - start
@@ -76,10 +78,11 @@ class Speculation:
         """Logits of the last position of `kv` from which plain decoding's choice follows."""
         if safe(row, seq.request.sampling, seq.generator, self._noise):
             return row
-        end, tokens = kv.length, [*seq.request.prompt, *seq.generated]
+        end, tokens, exact = kv.length, [*seq.request.prompt, *seq.generated], row
         kv.length = state.exact_to
         for token in tokens[kv.length : end]:
-            row = self._runner.forward([kv], [[token]], keep=1)[0, -1]
+            exact = self._runner.forward([kv], [[token]], keep=1)[0, -1]
             seq.replayed += 1
         state.exact_to = end
-        return row
+        self._noise = max(self._noise, 2 * float((exact - row).abs().max()))
+        return exact
