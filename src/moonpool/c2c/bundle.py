@@ -4,6 +4,7 @@
     manifest.json          whose pages become whose, and how to build the projector
     report.json            the evaluator's findings (optional)
     report.md              the same, to read (optional)
+    report-<kind>.json/md  further reports, on code, prose or chat (optional)
     SHA256SUMS             sha256 of each file above; the bundle's digest is the sha256 of this file, cut to 32 hex digits
 
 Adding a report therefore gives a new digest: a report is bound to the weights that it speaks of, and a rule that names the old
@@ -39,7 +40,12 @@ from moonpool.keys import LAYOUT
 
 FORMAT = 1
 MANIFEST, WEIGHTS, SUMS = "manifest.json", "weights.safetensors", "SHA256SUMS"
-FILES = frozenset({MANIFEST, WEIGHTS, "report.json", "report.md"})
+KINDS = ("code", "prose", "chat")
+"""Kinds of text that a bundle may carry further reports on."""
+FILES = frozenset(
+    {MANIFEST, WEIGHTS, "report.json", "report.md"}
+    | {f"report-{kind}.{ending}" for kind in KINDS for ending in ("json", "md")}
+)
 """All that a bundle may contain; any other name is refused."""
 MAX_FILE_BYTES = 8 << 30
 _MAX_TEXT_BYTES = 16 << 20
