@@ -102,10 +102,12 @@ def run(stores: Stores, o: DistilOptions, folder: Path | None = None, start: Pro
     return distil(start or projector(), *stores, lessons(), o, QUIET, folder)
 
 
-def classroom(stores: Stores, made: Projector, native: int = 4, tail: int = 0) -> tuple[Classroom, Inputs]:
+def classroom(
+    stores: Stores, made: Projector, native: int = 4, tail: int = 0, fading: float = 0.0
+) -> tuple[Classroom, Inputs]:
     inputs = Inputs(made, stores[0])
     frozen = FrozenTarget(stores[1].folder, torch.float32, CPU, checkpointing=False)
-    return Classroom(inputs, inputs.scale(documents(2, 64)), stores[1], frozen, native, tail, 0.0), inputs
+    return Classroom(inputs, inputs.scale(documents(2, 64)), stores[1], frozen, native, tail, fading), inputs
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -160,6 +162,16 @@ def test_a_lesson_is_what_the_evaluator_would_measure(stores: Stores, case: str,
         p = target.model.logits(native, cut.tokens[cut.prefix : cut.end]).log_softmax(-1)
         assert kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
     assert loss.item() == pytest.approx(sum(found) / 3, rel=1e-4)
+
+
+def test_a_steep_weight_leaves_the_first_token_behind_the_prefix(stores: Stores) -> None:
+    made, document = projector(), documents(1, 64)[0]
+    room, inputs = classroom(stores, made, fading=50.0)
+    pupil = pupil_of(made, inputs.scale(documents(2, 64)), 0, torch.float32)
+    loss, found = room.loss(pupil, [Cut(document, 40, 60)])
+    first = room.loss(pupil, [Cut(document, 40, 41)])[1]
+    assert loss.item() == pytest.approx(first[0], rel=1e-4)
+    assert found[0] != pytest.approx(first[0], rel=1e-2)
 
 
 def test_the_gradient_is_autograds(stores: Stores) -> None:
@@ -239,6 +251,15 @@ def test_other_options_are_another_training(stores: Stores, tmp_path: Path) -> N
     for rate in (1e-3, 2e-3):
         run(stores, options(steps=1, learning_rate=rate), tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_finished_training_is_read_back_unless_it_is_to_begin_anew(stores: Stores, tmp_path: Path) -> None:
+    first = run(stores, options(steps=2, every=2, checkpoint_every=1), tmp_path)
+    again, anew = (run(stores, options(steps=2, every=2, resume=resume), tmp_path) for resume in (True, False))
+    assert again.seconds == first.seconds
+    assert anew.seconds != first.seconds
+    assert (again.kl_after, anew.kl_after) == (first.kl_after, first.kl_after)
+    assert (again.folder, anew.folder) == (first.folder, first.folder)
 
 
 def test_a_broken_state_is_refused(stores: Stores, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def distil(
     from moonpool.c2c.fitting import distil as training
 
     console, pair, start = open_console(), open_stores(source, target, work, device), open_bundle(bundle)
-    start.check(pair[0].spec, pair[1].spec, 1)
+    start.check(pair[0].spec, pair[1].spec, (start.manifest.page_sizes or [1])[0])
     parts = split_texts(pair, text, tokens, seed, prefix, held)
     if seen := set(start.manifest.training_data) & set(parts.judged):
         raise ConfigError(
@@ -150,7 +150,15 @@ def distil(
         f"moonpool c2c distil --bundle {start.digest} --seed {seed} --tokens {tokens} --steps {steps} --batch {batch}"
     )
     made += f" --facts {facts} --chat-share {chat_share} --learning-rate {learning_rate:g} --parametrisation {parametrisation.value}"
-    written = write_bundle(out, found.projector, pair[0].spec, pair[1].spec, training_data=data, created_by=made)
+    written = write_bundle(
+        out,
+        found.projector,
+        pair[0].spec,
+        pair[1].spec,
+        training_data=data,
+        created_by=made,
+        page_sizes=start.manifest.page_sizes,
+    )
     console.print(_summary(found))
     console.print(f"{out}: bundle {written.digest}; state and metrics in {found.folder}")
 
