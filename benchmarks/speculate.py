@@ -1,11 +1,13 @@
 """Speculative decoding, the small model drafting for the large one: `python -m benchmarks.speculate [--bundle FOLDER]`.
 
     draft_acceptance_native, _converted   guesses that were right ÷ guesses, the draft's prompt computed by itself or converted
-    draft_seconds_plain, _native, _converted   decoding time per answer (the draft's share of the prompt included), mean
-    draft_replayed_native, _converted   tokens computed once more for rounding's sake ÷ tokens of the answers
+    draft_time_plain, _native, _converted   mean seconds of decoding an answer, the draft's cache of the prompt included
+    draft_time_prefill, _convert          of these: until the draft had the prompt's cache, computed or converted
+    draft_replayed_native, _converted     tokens computed once more for rounding's sake ÷ tokens of the answers
 
 In each pair the *large* model is the source of the bundle and answers; the *small* one is its target and drafts. All answers
-of the three runs are compared, greedy and seeded: one that differs ends the run with an error.
+of the three runs are compared, greedy and seeded: one that differs ends the run with an error. Every run has its own salt, so that
+each finds the pool without its prompts.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +24,7 @@ from moonpool import paths
 from moonpool.c2c.bundle import open_bundle
 from moonpool.c2c.config import C2CConfig, C2CFile, ModelEntry, RuleEntry, resolve
 from moonpool.c2c.signature import load_spec
-from moonpool.engine.draft import DraftModel
+from moonpool.engine.draft import DraftKV, DraftModel
 from moonpool.engine.instance import Instance
 from moonpool.engine.request import GenerateRequest, GenerateResult
 from moonpool.engine.sampling import SamplingParams
@@ -42,10 +45,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bundle", type=Path, help="bundle of the Qwen pair, large to small")
     parser.add_argument("--documents", type=int, default=4)
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of each prompt, at most")
+    parser.add_argument("--answer", type=int, default=ANSWER, help="tokens of each answer")
+    parser.add_argument("--only", choices=["bundled", "qwen"])
     chosen = parser.parse_args()
     found: dict[str, float] = {}
     for name, source, target, bundle in _pairs(chosen.bundle):
-        measured = measure(source, target, bundle, documents=chosen.documents)
+        if chosen.only not in (None, name):
+            continue
+        measured = measure(
+            source, target, bundle, documents=chosen.documents, prompt=chosen.prompt, answer=chosen.answer
+        )
         prefix = "" if name == "bundled" else f"{name}_"
         found |= {f"{prefix}{k}": v for k, v in measured.items()}
         figures.show(
@@ -70,55 +80,62 @@ def _pairs(bundle: Path | None) -> list[tuple[str, str, str, str]]:
     return pairs
 
 
-def measure(source: str, target: str, bundle: str, *, documents: int = 4) -> dict[str, float]:
-    """`source` answers, `target` drafts; model and bundle folders. Raises NotEqual if an answer is not plain decoding's."""
+def measure(
+    source: str, target: str, bundle: str | Path, *, documents: int = 4, prompt: int = PROMPT, answer: int = ANSWER
+) -> dict[str, float]:
+    """`source` answers, `target` drafts; names or folders of models, folder of the bundle. Raises NotEqual if an answer is not
+    plain decoding's, MoonpoolError for a bundle that cannot be used."""
+    source, target = paths.find_model(source), paths.find_model(target)
     file = C2CFile(
         models={"large": ModelEntry(source), "small": ModelEntry(target)},
-        rules=[RuleEntry(source="large", target="small", bundle=bundle, mode="on_load", force=True)],
+        rules=[RuleEntry(source="large", target="small", bundle=str(bundle), mode="on_load", force=True)],
         page_size=PAGE,
     )
     c2c = resolve(file, [])
     open_bundle(Path(bundle))  # the engine would draft natively without a word, and the figures would be wrong
     measured: dict[str, float] = {}
     plain: list[GenerateResult] = []
-    for how, rules in (("native", None), ("converted", c2c)):
-        with EmbeddedPool(256 << 20) as pool, _instance(source, target, pool, rules) as instance:
-            requests = _requests(instance, documents)
-            for request in requests[:1]:
-                instance.generate(request)  # not counted
+    for how, step in (("native", "prefill"), ("converted", "convert")):
+        with EmbeddedPool(256 << 20) as pool, _instance(source, target, pool, c2c, how) as instance:
+            requests = _requests(instance, documents, prompt, answer)
+            instance.generate(dataclasses.replace(requests[0], salt="not counted"))
             if not plain:
-                plain = _answers(instance, [dataclasses.replace(r, speculate=False) for r in requests])
-                measured["draft_seconds_plain"] = _seconds(plain)
-            fast = _answers(instance, requests)
+                plain = _answers(instance, requests, salt="plain", speculate=False)
+                measured["draft_time_plain"] = statistics.fmean(r.timing.decode for r in plain)
+            fast = _answers(instance, requests, salt=how, speculate=True)
         _compare(plain, fast, how)
         drafted = sum(r.usage.drafted for r in fast)
         measured[f"draft_acceptance_{how}"] = sum(r.usage.accepted for r in fast) / max(1, drafted)
-        measured[f"draft_seconds_{how}"] = _seconds(fast)
+        measured[f"draft_time_{how}"] = statistics.fmean(r.timing.decode for r in fast)
+        measured[f"draft_time_{step}"] = statistics.fmean(r.timing.draft for r in fast)
         measured[f"draft_replayed_{how}"] = sum(r.usage.replayed for r in fast) / sum(len(r.tokens) for r in fast)
     return measured
 
 
-def _instance(source: str, target: str, pool: EmbeddedPool, c2c: C2CConfig | None) -> Instance:
-    draft = DraftModel(ref=target, spec=load_spec(target), tokens=DRAFTED)
+def _instance(source: str, target: str, pool: EmbeddedPool, c2c: C2CConfig, how: str) -> Instance:
+    kv: DraftKV = "native" if how == "native" else "converted"
+    draft = DraftModel(ref=target, spec=load_spec(target), tokens=DRAFTED, kv=kv)
     return Instance(source, load_spec(source), pool, page_size=PAGE, c2c=c2c, draft=draft, compute="float32")
 
 
-def _requests(instance: Instance, documents: int) -> list[GenerateRequest]:
+def _requests(instance: Instance, documents: int, prompt: int, answer: int) -> list[GenerateRequest]:
     """The heads of this program's own sources as prompts: no model here was trained on them."""
     folder = Path(__file__).resolve().parents[1] / "src/moonpool"
     texts = [p.read_text() for p in sorted(folder.glob("engine/*.py")) if p.stat().st_size > 4000]
-    prompts = [instance.encode(t)[:PROMPT] for t in texts[:documents]]
+    prompts = [instance.encode(t)[:prompt] for t in texts[:documents]]
     return [
-        GenerateRequest(prompt=p, max_tokens=ANSWER, sampling=s, ignore_eos=True) for p in prompts for s in SAMPLINGS
+        GenerateRequest(prompt=p, max_tokens=answer, sampling=s, ignore_eos=True) for p in prompts for s in SAMPLINGS
     ]
 
 
-def _answers(instance: Instance, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-    return [instance.generate(r) for r in requests]
-
-
-def _seconds(results: Sequence[GenerateResult]) -> float:
-    return sum(r.timing.decode for r in results) / len(results)
+def _answers(
+    instance: Instance, requests: Sequence[GenerateRequest], *, salt: str, speculate: bool
+) -> list[GenerateResult]:
+    return [
+        # A prompt's second request, with the other sampling, gets a salt of its own too.
+        instance.generate(dataclasses.replace(r, salt=f"{salt} {i}", speculate=speculate))
+        for i, r in enumerate(requests)
+    ]
 
 
 def _compare(plain: Sequence[GenerateResult], fast: Sequence[GenerateResult], how: str) -> None:

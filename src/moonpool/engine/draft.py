@@ -5,6 +5,9 @@ converted ahead, in the pool; a conversion here and now of the *large* model's c
 Page 0 and the last full page are never converted (`engine.plan`). No answer depends on any of it (`engine.speculative`), so
 the gate has no say here: a poor bundle costs time, never quality. Nothing of the draft's is stored.
 
+A guess is drawn from the draft's logits with the very random number that the large model's token will be drawn with: where the
+two distributions are alike, so are the tokens.
+
 Between two tokens of the answer the draft converts or computes about one chunk of its prompt; until all is there, plain
 decoding goes on. So a long prompt delays others no longer than a chunk of prefill does.
 """
@@ -29,6 +32,7 @@ from moonpool.engine.cache import SequenceKV
 from moonpool.engine.model import Compute, Runner
 from moonpool.engine.plan import Kind, Load, plan_prefix
 from moonpool.engine.prefix import PrefixLoader
+from moonpool.engine.sampling import SamplingParams, copied, sample
 from moonpool.engine.sequence import RunningSequence
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.store.base import KVPool
@@ -149,9 +153,11 @@ class Draft:
         logits = self._runner.forward([kv], [behind[: self._chunk]], keep=1)
         if len(behind) > self._chunk:
             return []
-        guesses = [self._best(logits)]
+        numbers = copied(seq.generator)
+        guesses = [self._choice(logits, seq.request.sampling, numbers)]
         while len(guesses) < count:
-            guesses.append(self._best(self._runner.forward([kv], [guesses[-1:]], keep=1)))
+            logits = self._runner.forward([kv], [guesses[-1:]], keep=1)
+            guesses.append(self._choice(logits, seq.request.sampling, numbers))
         return guesses
 
     def _ready(self, seq: RunningSequence, target: SequenceKV, state: Drafting) -> bool:
@@ -165,8 +171,8 @@ class Draft:
         seq.timing.draft += self._clock.now() - start
         return complete
 
-    def _best(self, logits: Tensor) -> int:
-        return int(logits[0, -1, : self._target.vocab_size].argmax())
+    def _choice(self, logits: Tensor, params: SamplingParams, numbers: torch.Generator) -> int:
+        return sample(logits[0, -1, : self._target.vocab_size], params, numbers)
 
     def _complete(self, seq: RunningSequence, target: SequenceKV, state: Drafting) -> Iterator[int]:
         """Make the draft's cache of the prompt, but for the last token. Yields how many tokens each step made."""

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from moonpool.engine.sampling import GREEDY_BELOW, SamplingParams, sample
+from moonpool.engine.sampling import GREEDY_BELOW, SamplingParams, copied, sample
 
 NOISE = {torch.float32: 0.02, torch.bfloat16: 0.5}
 """Bound on a logit's difference to begin with, by the type that the model computes in. fp32: over twice what was seen
@@ -29,8 +29,8 @@ def safe(logits: Tensor, params: SamplingParams, generator: torch.Generator, noi
     if params.temperature < GREEDY_BELOW:
         best = logits.topk(2).values
         return float(best[0] - best[1]) > 2 * noise
-    token = sample(logits, params, _copy(generator))
-    uniform = float(torch.rand((), dtype=torch.float64, generator=_copy(generator)))
+    token = sample(logits, params, copied(generator))
+    uniform = float(torch.rand((), dtype=torch.float64, generator=copied(generator)))
     factor = math.exp(min(2 * noise / params.temperature, 50.0))
     probs = torch.softmax(logits.double() / params.temperature, dim=-1)
     surely, perhaps = _kept(logits, probs, params.top_p, noise, factor)
@@ -40,12 +40,6 @@ def safe(logits: Tensor, params: SamplingParams, generator: torch.Generator, noi
     begin = _part(most[:token].sum(), sure[token:].sum())
     end = _part(sure[: token + 1].sum(), most[token + 1 :].sum())
     return _moved(begin, factor) <= uniform < _moved(end, 1 / factor)
-
-
-def _copy(generator: torch.Generator) -> torch.Generator:
-    copy = torch.Generator()
-    copy.set_state(generator.get_state())
-    return copy
 
 
 def _part(one: Tensor, rest: Tensor) -> float:

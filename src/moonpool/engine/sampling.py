@@ -41,6 +41,13 @@ def make_generator(seed: int | None) -> torch.Generator:
     return generator.manual_seed(secrets.randbits(63) if seed is None else seed % (1 << 63))
 
 
+def copied(generator: torch.Generator) -> torch.Generator:
+    """One that will give the same numbers."""
+    copy = torch.Generator()
+    copy.set_state(generator.get_state())
+    return copy
+
+
 def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> int:
     """One token id from `logits` `[vocab]` (CPU). Greedy draws nothing; otherwise exactly one number is drawn."""
     if params.temperature < GREEDY_BELOW:
