@@ -85,6 +85,7 @@ def converting(pool: EmbeddedPool, conf: C2CConfig, verdict: Verdict | None = PA
     converter = Converter(pool, conf, load=load).start()
     try:
         converter.wait_ready(10)
+        assert eventually(lambda: bool(pool.master.rules().rules)), "the master knows what the converter made of it"
         yield converter
     finally:
         converter.close()
@@ -193,8 +194,9 @@ def test_a_check_computes_natively_and_touches_no_page(
     ask(native, tokens)
     assert native.flush()
     keys = native.spec.identity(PAGE).page_keys(tokens)
-    pool.batch_put([k.converted(DIGEST).text for k in keys], pool.batch_get([k.text for k in keys]))
-    pool.batch_remove([k.text for k in keys])
+    pages = [pool.get(k.text) for k in keys]
+    pool.batch_remove([k.text for k in keys])  # first: a converted page loses to a native one
+    pool.batch_put([k.converted(DIGEST).text for k in keys], pages)
     with converting(pool, conf):
         instance = small(start, pair, pool, conf)
         assert ask(instance, tokens).usage.converted == INNER - PAGE
