@@ -115,7 +115,8 @@ class Draft:
     def fetch(self, seq: RunningSequence) -> Drafting | None:
         """Read what the pool has of the draft's prefix. None: this request is not sped up."""
         tokens = seq.request.prompt
-        if not seq.request.speculate or seq.request.max_tokens < 3 or max(tokens) >= self._spec.vocab_size:
+        fits = len(tokens) < self._spec.max_positions and max(tokens) < self._spec.vocab_size
+        if not fits or not seq.request.speculate or seq.request.max_tokens < 3:
             return None
         kv = self._runner.new_sequence(len(tokens) + self._tokens)
         found: list[Kind | None] = [None] * (len(tokens) // self._page_size)

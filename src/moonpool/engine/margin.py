@@ -9,7 +9,8 @@ that difference, a choice is *safe* if no logits within the bound could lead to 
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from bisect import bisect_left
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,8 +20,6 @@ from moonpool.engine.sampling import GREEDY_BELOW, SamplingParams, copied, sampl
 NOISE = {torch.float32: 0.02, torch.bfloat16: 0.5}
 """Bound on a logit's difference to begin with, by the type that the model computes in. fp32: over twice what was seen
 (benchmarks/speculate.py)."""
-
-Mass = TypeVar("Mass", float, Tensor)
 
 
 def safe(logits: Tensor, params: SamplingParams, generator: torch.Generator, noise: float) -> bool:
@@ -46,7 +45,7 @@ def _part(one: Tensor, rest: Tensor) -> float:
     return float(one / (one + rest))
 
 
-def _moved(part: Mass, factor: float) -> Mass:
+def _moved(part: float, factor: float) -> float:
     """A share of all probability when its odds change by `factor`."""
     return factor * part / (1.0 + (factor - 1.0) * part)
 
@@ -56,11 +55,23 @@ def _kept(logits: Tensor, probs: Tensor, top_p: float, noise: float, factor: flo
     if top_p >= 1.0:
         every = torch.ones_like(probs, dtype=torch.bool)
         return every, every
-    ascending, index = logits.double().sort()
-    behind = torch.cat([probs.new_zeros(1), probs[index].flip(0).cumsum(0)])  # mass of the n best tokens
-    wide = 2 * noise
-    could_lead = len(logits) - torch.searchsorted(ascending, logits.double() - wide)
-    must_lead = len(logits) - torch.searchsorted(ascending, logits.double() + wide, right=True)
-    most, least = behind[could_lead] - probs, behind[must_lead]
-    surely = (_moved(most.clamp(0.0, 1.0), factor) < top_p) | (could_lead == 1)
-    return surely, (_moved(least, 1 / factor) < top_p) | (must_lead == 0)
+    best, index = logits.sort(descending=True)
+    rising, ordered = -best.double(), probs[index]
+    mass = torch.cat([ordered.new_zeros(1), ordered.cumsum(0)])  # of the n best tokens
+
+    def surely(n: int) -> bool:
+        """Whether the n-th best is kept even if all that could come before it does."""
+        before = int(torch.searchsorted(rising, rising[n] + 2 * noise, right=True))
+        return _moved(max(0.0, float(mass[before] - ordered[n])), factor) < top_p
+
+    def perhaps(n: int) -> bool:
+        """Whether it is kept if only those come before it that must."""
+        before = int(torch.searchsorted(rising, rising[n] - 2 * noise))
+        return _moved(float(mass[before]), 1 / factor) < top_p
+
+    def first(kept: Callable[[int], bool]) -> Tensor:
+        """The tokens up to the last one that is kept: what holds for a token holds for all better ones."""
+        count = bisect_left(range(len(best)), True, key=lambda n: not kept(n))
+        return logits >= best[count - 1] if count else torch.zeros_like(logits, dtype=torch.bool)
+
+    return first(surely), first(perhaps)
