@@ -6,7 +6,8 @@
 
 **Lossless.** Every token is chosen by `sampling.sample` from the *large* model's logits with the request's own random
 numbers; a proposed token is only a guess of that choice, kept if it is right. So whatever the draft's cache holds, the answer
-is that of plain decoding.
+is that of plain decoding: a greedy or seeded request gives the same tokens with and without a draft, and without a seed the
+distribution is the same because nothing else chooses.
 
 One pass over several tokens rounds otherwise than one over each. Where that could change a choice (`engine.margin`), the
 answer is computed again token by token from `exact_to` on, the end of what plain decoding would hold bit for bit, up to this
