@@ -160,7 +160,7 @@ def _c2c_file(folder: Path, pair: Pair) -> Path:
     path = folder / "c2c.yaml"
     file = {
         "models": {"s": {"ref": paths.find_model(pair.source)}, "t": {"ref": paths.find_model(pair.target)}},
-        "rules": [{"source": "s", "target": "t", "bundle": str(pair.bundle.resolve())}],
+        "rules": [{"source": "s", "target": "t", "bundle": str(pair.bundle.resolve()), "force": True}],
         "page_size": PAGE,
     }
     path.write_bytes(msgspec.yaml.encode(file))

@@ -50,8 +50,9 @@ def rule(
     digest: str = BUNDLE,
     bundle: str = "-",
     deadline_s: float = 30.0,
+    force: bool = False,
 ) -> Rule:
-    return Rule(source, target, bundle, digest, mode, serve, deadline_s)
+    return Rule(source, target, bundle, digest, mode, serve, deadline_s, force=force)
 
 
 def config(*rules: Rule, queue_pages: int = 1000, workers: int = 1, page_size: int = PAGE) -> C2CConfig:

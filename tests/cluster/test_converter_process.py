@@ -33,7 +33,7 @@ def cluster(tmp_path: Path) -> Iterator[tuple[LocalCluster, str]]:
     """A cluster whose master holds one rule with an identity bundle, and the bundle's digest."""
     projector = IdentityProjector(IdentityParameters(layers=SHAPE.layers, width=SHAPE.width))
     bundle = write_bundle(tmp_path / "bundle", projector, SOURCE.spec, TARGET.spec)
-    conf = config(rule(SOURCE, TARGET, bundle=str(bundle.folder), digest=bundle.digest))
+    conf = config(rule(SOURCE, TARGET, bundle=str(bundle.folder), digest=bundle.digest, force=True))
     with no_leaks(), LocalCluster(c2c_config=conf.encode()) as running:
         yield running, bundle.digest
 
