@@ -59,7 +59,9 @@ def main() -> None:
         prefix = "" if name == "bundled" else f"{name}_"
         found |= {f"{prefix}{k}": v for k, v in measured.items()}
         figures.show(
-            f"{target} drafts for {source}", [(k, f"{v:.3f}") for k, v in measured.items()], ("figure", "value")
+            f"{Path(target).name} drafts for {Path(source).name}",
+            [(k, f"{v:.3f}") for k, v in measured.items()],
+            ("figure", "value"),
         )
     print(figures.write("bench-speculate", found))
 
