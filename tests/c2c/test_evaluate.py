@@ -71,7 +71,9 @@ def test_permuted_heads_are_exposed(report: Report) -> None:
     assert min(report.arm("compare").attention_cosine) < 0.9
 
 
-@pytest.mark.parametrize("arm", ["first_page", "wrong_document", "wrong_mapped", "zeros", "noise", "no_context"])
+@pytest.mark.parametrize(
+    "arm", ["first_page", "wrong_document", "wrong_mapped", "zeros", "noise", "no_context", "shuffled_keys"]
+)
 def test_controls_differ_from_native(report: Report, arm: str) -> None:
     assert report.arm(arm).kl_mean > 0.01
     assert report.arm(arm).kl_p95 > report.arm(arm).kl_mean
@@ -118,9 +120,10 @@ def test_every_arm_keeps_the_native_first_page(store: CaptureStore) -> None:
     one, two = (store.get(d)[:64] for d in documents(2, 64))
     mapper = Mapper(swapped_heads(), store.spec, store.spec, 8)
     for arm in arms(Case(one, one, two, two), {"mapped": mapper}, 8, 0):
-        if arm.cache is not None:
+        if arm.cache is not None:  # the source's own cache is this one, too
             torch.testing.assert_close(arm.cache.k[:8], one.k[:8])
-            assert len(arm.cache) == (8 if arm.name == "first_page" else 64)
+            assert len(arm.cache) == {"first_page": 8, "tail16": 48}.get(arm.name, 64)
+            assert len(arm.cache) + arm.tail == arm.start or arm.name == "first_page"
 
 
 def test_noise_has_the_moments_of_the_cache() -> None:

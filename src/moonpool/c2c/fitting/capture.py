@@ -110,6 +110,26 @@ class CausalModel:
         return [self._head(h[: len(r)]).float() for h, r in zip(hidden, rows, strict=True)]
 
     @torch.no_grad()
+    def extend(self, prefix: KV, tokens: Tensor) -> tuple[Tensor, KV]:
+        """`logits` of tokens right after the prefix, and the bf16 KV of prefix and tokens together."""
+        cache = self._cache(prefix, 1)
+        logits = self._head(self._hidden(tokens[None], cache, len(prefix))[0]).float()
+        kv = _read_cache(cache).rounded()
+        return logits, KV(kv.k.cpu(), kv.v.cpu())
+
+    @torch.no_grad()
+    def greedy(self, prefix: KV, tokens: Tensor, count: int) -> list[int]:
+        """The `count` most likely tokens, one after another, behind prefix and `tokens` (one at least)."""
+        cache, at, said = self._cache(prefix, 1), len(prefix), tokens
+        answer: list[int] = []
+        while len(answer) < count:
+            last = self._hidden(said[None], cache, at)[0, -1]
+            at += len(said)
+            said = self._head(last).argmax(-1, keepdim=True).cpu()
+            answer.append(int(said))
+        return answer
+
+    @torch.no_grad()
     def attention_mass(self, tokens: Tensor) -> Tensor:
         """fp32 `[layers, N]`: attention that each token gets from the tokens behind it, summed over them, mean over heads."""
         self._model.set_attn_implementation("eager")
@@ -203,17 +223,17 @@ class CaptureStore:
         self, folder: Path, model: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
     ) -> None:
         """`folder` holds the captures, `model` is the model's folder, `dtype` and `device` what it computes in and on."""
-        self.work, self.folder, self._dtype, self._device = folder, Path(model), dtype, device
+        self.work, self.folder, self.dtype, self._device = folder, Path(model), dtype, device
         self.spec = load_spec(model)
 
     @cached_property
     def model(self) -> CausalModel:
         """The model itself, loaded on first use."""
-        return CausalModel(self.folder, self._dtype, self._device)
+        return CausalModel(self.folder, self.dtype, self._device)
 
     def path(self, tokens: Tensor) -> Path:
         raw = tokens.to(torch.int64).numpy().tobytes()
-        computed = [] if self._dtype == torch.float32 else [("compute", str(self._dtype))]
+        computed = [] if self.dtype == torch.float32 else [("compute", str(self.dtype))]
         name = digest("moonpool.capture", [("revision", self.spec.revision), ("tokens", raw), *computed])
         return self.work / self.spec.name.replace("/", "-") / f"{name}.safetensors"
 
@@ -241,7 +261,7 @@ class CaptureStore:
     def model_bytes(self) -> int:
         """Memory of the loaded model's weights."""
         stored = sum(f.stat().st_size for f in self.folder.glob("*.safetensors"))
-        return stored * self._dtype.itemsize // (4 if self.spec.dtype == "float32" else 2)
+        return stored * self.dtype.itemsize // (4 if self.spec.dtype == "float32" else 2)
 
     def _kept(self, path: Path, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         if path.is_file():

@@ -5,6 +5,9 @@ Every arm but `no_context` keeps the document's own native first page, as the se
 
     native                 the target's own cache
     mapped, compare        made by the projector(s) from the source's cache, page by page, as the converter does it
+    tail16                 mapped, but the last 16 tokens of the prefix computed by the target itself over the mapped cache
+    source                 no arm of the target: the source model itself answers, over its own cache
+    shuffled_keys          mapped values, under keys that were dealt out anew among the tokens
     first_page             nothing but the native first page
     wrong_document         another document's native cache
     wrong_mapped           another document's mapped cache
@@ -27,7 +30,9 @@ from moonpool.c2c.fitting.capture import KV, concat
 from moonpool.c2c.projectors.base import Projector
 from moonpool.c2c.signature import ModelSpec
 
-MAPPED, COMPARE, NATIVE, NO_CONTEXT = "mapped", "compare", "native", "no_context"
+MAPPED, COMPARE, NATIVE, NO_CONTEXT, SOURCE = "mapped", "compare", "native", "no_context", "source"
+TAIL = 16
+"""Tokens that `tail16` computes natively (fewer where the prefix has no more behind its first page)."""
 
 
 class Mapper:
@@ -63,11 +68,13 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """`cache` holds the pages in `[0, len)`; the continuation starts at `start`."""
+    """`cache` holds the pages in `[0, len)`; the continuation starts at `start`, behind `tail` tokens of the prefix that the model
+    computes first. The source model's cache goes by the name SOURCE, and into no other model."""
 
     name: str
     cache: KV | None
     start: int
+    tail: int = 0
 
 
 def arms(case: Case, mappers: dict[str, Mapper], page_size: int, seed: int) -> Iterator[Filled]:
@@ -79,14 +86,26 @@ def arms(case: Case, mappers: dict[str, Mapper], page_size: int, seed: int) -> I
         return Filled(name, concat([first, kv[page_size:length]]), length)
 
     yield Filled(NATIVE, case.native, length)
-    for name, mapper in mappers.items():
-        yield behind_first(name, mapper.map(case.source))
+    made = {name: mapper.map(case.source) for name, mapper in mappers.items()}
+    for name, kv in made.items():
+        yield behind_first(name, kv)
+    mapped, tail = made[MAPPED], min(TAIL, length - page_size)
+    yield Filled("tail16", concat([first, mapped[page_size : length - tail]]), length, tail)
+    yield Filled(SOURCE, case.source[:length], length)
+    yield behind_first("shuffled_keys", shuffled_keys(mapped, page_size, seed))
     yield Filled("first_page", first, length)
     yield behind_first("wrong_document", case.other_native)
     yield behind_first("wrong_mapped", mappers[MAPPED].map(case.other_source))
     yield behind_first("zeros", KV(torch.zeros_like(case.native.k), torch.zeros_like(case.native.v)))
     yield behind_first("noise", noise(case.native, seed))
     yield Filled(NO_CONTEXT, None, 0)
+
+
+def shuffled_keys(kv: KV, page_size: int, seed: int) -> KV:
+    """The same values under keys that stood at other tokens, those of the first page left out."""
+    generator = torch.Generator().manual_seed(seed)
+    order = page_size + torch.randperm(len(kv) - page_size, generator=generator)
+    return KV(torch.cat([kv.k[:page_size], kv.k[order]]), kv.v)
 
 
 def noise(kv: KV, seed: int) -> KV:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from rich.table import Table
 
+from moonpool.c2c.bundle import WEIGHTS, Bundle
 from moonpool.errors import BundleCorrupt
+
+Kind = Literal["text", "code", "prose", "chat"]
 
 FORMAT = 1
 MIN_GAIN = 0.05
@@ -53,6 +57,35 @@ class Protocol(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     first_page: str = "native in every arm but no_context"
     no_context: str = "continuation alone, from position 0"
     texts: list[str] = []
+    compute: str = "float32"
+    """What both models computed in."""
+    fact_form: str = "lines"
+    length_documents: int = 0
+    """Documents of `by_length`; likewise below."""
+    long_documents: int = 0
+    turn_documents: int = 0
+    generated_documents: int = 0
+    generated_tokens: int = 0
+    """Most tokens of an answer of `generation_retention`."""
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `mapped` arm on tokens `[start, end)` of the continuation, counted from the end of the prefix."""
+
+    start: int
+    end: int
+    kl_mean: float
+    top1: float
+
+
+class LengthCheck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `mapped` arm behind a prefix of this length, on the tokens that follow it."""
+
+    tokens: int
+    documents: int
+    kl_mean: float
+    top1: float
+    recovery: float | None = None
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,6 +103,27 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     r2_v: list[float]
     weights: str = ""
     """sha256 of the bundle's weights: of these and no others the report speaks. Empty: it does not say."""
+    kind: Kind = "text"
+    """On what it judged."""
+    flops_per_token: int = 0
+    """Of the projector, two for each multiply-add; 0 = not said, likewise below."""
+    compare_flops_per_token: int = 0
+    prefill_flops_per_token: float = 0.0
+    """Of the target's own prefill, mean over a prompt of 1024 tokens (`cost.prefill_flops`)."""
+    by_position: list[Span] = []
+    by_length: list[LengthCheck] = []
+    """At an eighth, a quarter, half and all of the prefix, on the first documents only (`Protocol.length_documents`)."""
+    long: LengthCheck | None = None
+    """At four times the prefix."""
+    turns: list[float] = []
+    """KL per turn of a conversation in which each turn's prompt is mapped and each answer is computed by the target over all
+    that is before it, so that its own errors pile up: KL(native ‖ this), mean over the answer's tokens and the documents."""
+    generation_retention: float | None = None
+    """Greedy answers over the mapped cache against those over the native one: the share of an answer's tokens before the first
+    that differs, mean over documents. The native cache against itself is 1. One near tie ends the count, so that a retention of
+    0.5 is usual where 97 % of single tokens agree: it is no share of a task's score."""
+    generation_same: float | None = None
+    """Share of these answers that are equal throughout."""
 
     def arm(self, name: str) -> Arm:
         """Raises BundleCorrupt if the report has no such arm."""
@@ -92,6 +146,15 @@ def from_json(raw: bytes) -> Report:
     if report.format != FORMAT:
         raise BundleCorrupt("report of another format", need=str(FORMAT), have=str(report.format))
     return report
+
+
+def bound(report: Report, bundle: Bundle) -> None:
+    """Raises BundleCorrupt if the report does not speak of this bundle's weights."""
+    need = bundle.sums[WEIGHTS]
+    if report.weights != need:
+        raise BundleCorrupt(
+            "the report speaks of other weights", key=str(bundle.folder), need=need, have=report.weights or "none"
+        )
 
 
 def read_report(path: Path) -> Report:
@@ -138,6 +201,7 @@ def markdown(report: Report) -> str:
     lines += ["| " + " | ".join(_cells(a)) + " |" for a in report.arms]
     lines += ["", "| target layer | R² of keys | R² of values |", "|---|---|---|"]
     lines += [f"| {i} | {k:.3f} | {v:.3f} |" for i, (k, v) in enumerate(zip(report.r2_k, report.r2_v, strict=True))]
+    lines += _more(report)
     return "\n".join(
         [
             *lines,
@@ -146,6 +210,37 @@ def markdown(report: Report) -> str:
             "",
         ]
     )
+
+
+def _more(report: Report) -> list[str]:
+    """The measures that only some reports have."""
+    p, lines = report.protocol, [""]
+    if report.by_position:
+        lines += ["| tokens behind the prefix | KL | top-1 |", "|---|---|---|"]
+        lines += [f"| {s.start}–{s.end - 1} | {s.kl_mean:.3f} | {s.top1:.3f} |" for s in report.by_position]
+        lines += [""]
+    if lengths := [*report.by_length, *([report.long] if report.long else [])]:
+        lines += ["| prefix | documents | KL | top-1 | recovery |", "|---|---|---|---|---|"]
+        for c in lengths:
+            kept = "–" if c.recovery is None else f"{c.recovery:.3f}"
+            lines += [f"| {c.tokens} | {c.documents} | {c.kl_mean:.3f} | {c.top1:.3f} | {kept} |"]
+        lines += [""]
+    if report.turns:
+        drift = ", ".join(f"{kl:.3f}" for kl in report.turns)
+        lines += [f"KL by turn of a conversation ({p.turn_documents} documents): {drift}.", ""]
+    if report.generation_retention is not None and report.generation_same is not None:
+        lines += [
+            f"Greedy answers of {p.generated_tokens} tokens ({p.generated_documents} documents): "
+            f"{report.generation_retention:.3f} of an answer before the first token that differs from native, "
+            f"{report.generation_same:.3f} of the answers equal throughout.",
+            "",
+        ]
+    if report.prefill_flops_per_token and report.flops_per_token:
+        share = report.flops_per_token / report.prefill_flops_per_token
+        lines += [
+            f"{report.flops_per_token / 1e6:.2f} MFLOP per token, {share:.1%} of the target's own prefill at 1 K."
+        ]
+    return lines[:-1] if not lines[-1] else lines
 
 
 def _caption(report: Report) -> str:
