@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from moonpool.c2c.bundle import open_bundle, write_bundle
@@ -72,6 +73,10 @@ def test_a_bundle_becomes_a_better_one(place: Path) -> None:
     assert (run / "metrics.csv").read_text().splitlines() == lines
     before, after = (open_bundle(place / n).projector().tensors() for n in ("made", "again"))
     assert all(torch.equal(before[n], after[n]) for n in before)
+
+    code, shown = distil(place, "--out", f"{place}/light", "--storage", "int8", *own)
+    assert code == 0, shown
+    assert load_file(place / "light" / "weights.safetensors")["down.weight"].dtype == torch.int8
 
 
 def test_held_out_texts_must_not_have_been_fitted_on(place: Path) -> None:

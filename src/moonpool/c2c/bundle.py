@@ -29,11 +29,11 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
-from torch import Tensor
 
 from moonpool.c2c.projectors import S, build, fuser_kind, kind_of, projector_kind
 from moonpool.c2c.projectors.base import Projector, Stored
 from moonpool.c2c.projectors.fuse import Fuser
+from moonpool.c2c.projectors.stored import as_stored
 from moonpool.c2c.signature import Difference, ModelSpec, RopeSpec, check_contract, check_pair, differences
 from moonpool.errors import BundleCorrupt, BundleError, DigestMismatch
 from moonpool.keys import LAYOUT
@@ -155,8 +155,8 @@ def write_bundle(
 ) -> Bundle:
     """Write a bundle, all or nothing: a bundle that is there before is replaced only by a whole one that was read back.
 
-    Weights are stored in `dtype`; biases, gains and gates stay fp32. Raises BundleError (the folder holds something else),
-    BundleCorrupt (weights with NaN or Inf, also after rounding).
+    Weights are stored in `dtype`, a float type or int8 (`projectors.stored`); biases, gains and gates stay fp32. Raises
+    BundleError (the folder holds something else), BundleCorrupt (weights with NaN or Inf, also after rounding).
     """
     manifest = Manifest(
         source=Side.of(source),
@@ -169,16 +169,11 @@ def write_bundle(
     )
 
     def fill(temporary: Path) -> None:
-        _save(temporary / WEIGHTS, projector.tensors(), dtype)
+        kept = as_stored(projector.tensors(), dtype)
+        save_file({n: t.detach().cpu().contiguous() for n, t in kept.items()}, temporary / WEIGHTS)
         (temporary / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
     return _replace(folder, fill)
-
-
-def _save(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """What is called a weight in `dtype`; biases, gains and gates stay fp32, they cost nothing."""
-    kept = {n: t.to(dtype if n.endswith("weight") else torch.float32) for n, t in tensors.items()}
-    save_file({n: t.detach().cpu().contiguous() for n, t in kept.items()}, path)
 
 
 def _replace(folder: Path, fill: Callable[[Path], None]) -> Bundle:

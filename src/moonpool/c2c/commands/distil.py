@@ -15,6 +15,8 @@ from moonpool.c2c.commands.common import (
     Held,
     Prefix,
     Seed,
+    Storage,
+    Stored,
     Texts,
     Tokens,
     Work,
@@ -96,6 +98,7 @@ def distil(
     seed: Seed = 0,
     held: Held = 12,
     work: Work = None,
+    storage: Stored = Storage.BFLOAT16,
 ) -> None:
     """Train a bundle's projector on through the frozen target, so that what the target says over the mapped cache is what it
     says over its own.
@@ -103,6 +106,8 @@ def distil(
     Give the --text, --seed, --prefix and --held that fit had. Several GPUs: `torchrun --nproc-per-node 4 --no-python moonpool
     c2c distil …`.
     """
+    import torch
+
     from moonpool.c2c.bundle import open_bundle, write_bundle
     from moonpool.c2c.fitting import distil as training
 
@@ -155,6 +160,7 @@ def distil(
         found.projector,
         pair[0].spec,
         pair[1].spec,
+        dtype=getattr(torch, storage.value),
         training_data=data,
         created_by=made,
         page_sizes=start.manifest.page_sizes,

@@ -14,6 +14,8 @@ from moonpool.c2c.commands.common import (
     Held,
     Prefix,
     Seed,
+    Storage,
+    Stored,
     Texts,
     Tokens,
     Work,
@@ -98,12 +100,15 @@ def fit(
     prefix: Prefix = 448,
     held: Held = 12,
     work: Work = None,
+    storage: Stored = Storage.BFLOAT16,
 ) -> None:
     """Fit a projector on text files and write it as a bundle.
 
     Sums over the documents stay in the work folder: an interrupted fit goes on where it stopped, and another fit on the same
     documents needs no second pass.
     """
+    import torch
+
     from moonpool.c2c.bundle import write_bundle
     from moonpool.c2c.fitting.distil import DistilOptions
     from moonpool.c2c.fitting.mlp import MlpOptions
@@ -146,7 +151,15 @@ def fit(
     data = [*parts.fitted, *([f"{facts} fact documents"] if facts else [])]
     made = f"moonpool c2c fit --kind {kind.value} --seed {seed} --tokens {tokens} --steps {steps} --facts {facts}"
     made += f" --variant {variant.value} --choose {choose.value}" if kind is Kind.LINEAR else ""
-    bundle = write_bundle(out, projector, pair[0].spec, pair[1].spec, training_data=data, created_by=made)
+    bundle = write_bundle(
+        out,
+        projector,
+        pair[0].spec,
+        pair[1].spec,
+        dtype=getattr(torch, storage.value),
+        training_data=data,
+        created_by=made,
+    )
     console.print(f"{out}: bundle {bundle.digest}, {projector.flops_per_token() / 1e6:.1f} MFLOP per token")
 
 

@@ -14,6 +14,7 @@ from moonpool.c2c.projectors.headlocal import HeadLocalProjector
 from moonpool.c2c.projectors.identity import IdentityProjector
 from moonpool.c2c.projectors.linear import LinearProjector
 from moonpool.c2c.projectors.mlp import MlpProjector
+from moonpool.c2c.projectors.stored import as_read
 from moonpool.c2c.projectors.trunk import TrunkProjector
 from moonpool.errors import BundleCorrupt, ConversionRefused
 
@@ -68,6 +69,7 @@ def fuser_kind(name: str) -> type[Fuser]:
 
 def build(kind: type[S], parameters: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> S:
     """From a manifest's parameters and a bundle's weights. Raises BundleCorrupt."""
+    tensors = as_read(tensors)
     built = kind.build(parameters, tensors)
     if foreign := sorted(tensors.keys() - built.tensors().keys()):
         raise BundleCorrupt("weights that this kind does not have", key=kind.kind, have=", ".join(foreign[:8]))
