@@ -41,6 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "trunk": {**SOURCE, "rank": 12},
     "trunk shell": {**SOURCE, "rank": 12, "shell_dim": 8},
     "coded shell": {**SOURCE, "rank": 12, "shell_dim": 8, "code": 20},
+    "lookback shell": {**SOURCE, "rank": 12, "shell_dim": 8, "code": 20, "page_size": 4},
     "headlocal": {**SOURCE, "heads": 2, "sources": [[[[0, 1], [1, 2]]] * 2, [[[2], [0]]] * 2]},
     "mlp": {**SOURCE, "hidden": 12, "sources": [1, 2]},
 }
@@ -64,6 +65,8 @@ def shapes(kind: str, p: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         case "coded":
             code = {"code.weight": (x, p["code"]), "code.offset": (p["code"],), "read.weight": (p["code"], p["rank"])}
             return {**shapes("trunk", p), **code}
+        case "lookback":
+            return {**shapes("coded", p), "code.blank": (p["code"],), "back.weight": (p["code"], p["rank"])}
         case "mlp":
             sizes = [p["source_width"], p["hidden"], p["hidden"], width]
             weights = {f"{i}.weight": (layers, 2, sizes[i - 1], sizes[i]) for i in (1, 2, 3)}

@@ -14,11 +14,13 @@ from moonpool.c2c.fitting.coded import fit_coded
 from moonpool.c2c.fitting.features import rows
 from moonpool.c2c.fitting.gather import Documents, Pass, Weighting, key_gains
 from moonpool.c2c.fitting.headlocal import fit_head_local
+from moonpool.c2c.fitting.lookback import fit_lookback
 from moonpool.c2c.fitting.prepare import FitOptions, prepare
 from moonpool.c2c.fitting.ridge import fit_linear
 from moonpool.c2c.fitting.scores import scores
 from moonpool.c2c.fitting.selection import solve
 from moonpool.c2c.fitting.trunk import fit_trunk
+from moonpool.c2c.projectors.base import Projector
 from moonpool.errors import ConfigError, ConversionRefused
 from tests.c2c.tiny import documents, tiny_model
 
@@ -120,18 +122,29 @@ def test_head_local_is_refused_between_unequal_heads(stores: Stores, tmp_path: P
 def test_a_code_of_the_token_explains_what_no_affine_map_can(stores: Stores) -> None:
     """The target's values of layer 0 are its own table of tokens. Judged on the rows of the fit: the tiny models' tokens are many
     and the documents few."""
-    parts, left = Documents(PARTS.train, PARTS.train), []
-    for found in (
-        fit_trunk(*stores, parts, FitOptions(rank=64), QUIET, lambdas=(1e-3,)).projector,
-        fit_coded(*stores, parts, FitOptions(rank=64, code=4 * LAYER), QUIET, lambdas=(1e-3,)).projector,
-    ):
-        x = torch.cat([rows(stores[0].get(d), stores[0].spec.rope)[1:] for d in parts.train])
-        y = torch.cat([rows(stores[1].get(d), stores[1].spec.rope)[1:] for d in parts.train])
-        made = found.project(x)
-        left.append(float((made - y)[:, 0, 1].square().sum() / (y - y.mean(0))[:, 0, 1].square().sum()))
-    assert left[1] < 0.9 * left[0]
+    parts = Documents(PARTS.train, PARTS.train)
+    plain = fit_trunk(*stores, parts, FitOptions(rank=64), QUIET, lambdas=(1e-3,)).projector
+    code = fit_coded(*stores, parts, FitOptions(rank=64, code=4 * LAYER), QUIET, lambdas=(1e-3,)).projector
+    assert left(stores, code)[0, 1] < 0.9 * left(stores, plain)[0, 1]
+
+
+def test_looking_back_explains_what_the_token_alone_does_not(stores: Stores) -> None:
+    """Half the code for the token, half for the one before: what the lowest layer attends to is no function of the token."""
+    parts, options = Documents(PARTS.train, PARTS.train), FitOptions(rank=200, code=2 * LAYER, page_size=8)
+    code = fit_coded(*stores, parts, options, QUIET, lambdas=(1e-3,)).projector
+    looking = fit_lookback(*stores, parts, options, QUIET, lambdas=(1e-3,)).projector
+    assert looking.page_size == 8
+    assert left(stores, looking)[1].sum() < 0.9 * left(stores, code)[1].sum()
+
+
+def left(stores: Stores, found: Projector) -> torch.Tensor:
+    """Of the training rows' squares around their mean behind the first page, `[layers, 2]`."""
+    x, y = (torch.cat([rows(s.get(d), s.spec.rope)[8:] for d in PARTS.train]) for s in stores)
+    made = found.project(x)
+    return (made - y).square().sum((0, 3)) / (y - y.mean(0)).square().sum((0, 3))
 
 
 def test_a_code_is_whole_layers_wide(stores: Stores) -> None:
-    with pytest.raises(ConfigError, match="multiple"):
-        fit_coded(*stores, PARTS, FitOptions(rank=8, code=LAYER + 1), QUIET)
+    for fit in (fit_coded, fit_lookback):
+        with pytest.raises(ConfigError, match="multiple"):
+            fit(*stores, PARTS, FitOptions(rank=8, code=LAYER + 1), QUIET)

@@ -12,8 +12,9 @@ from moonpool.c2c.projectors import build_projector
 from moonpool.c2c.projectors.base import Projector
 from moonpool.c2c.projectors.coded import CodedParameters, CodedProjector
 from moonpool.c2c.projectors.headlocal import HeadLocalParameters, HeadLocalProjector
+from moonpool.c2c.projectors.lookback import LookBackParameters, LookBackProjector
 from moonpool.c2c.projectors.trunk import TrunkParameters, TrunkProjector
-from moonpool.errors import BundleCorrupt
+from moonpool.errors import BundleCorrupt, ConversionRefused
 
 SOURCES = [[[[0, 2], [1, 2]], [[1], [3]]], [[[0], [0]], [[0, 3], [0, 1]]]]
 """Two target layers, K and V, two heads."""
@@ -164,3 +165,42 @@ def test_a_coded_trunk_refuses_what_does_not_fit() -> None:
             build_projector("coded", p.parameters(), {**p.tensors(), name: wrong})
     with pytest.raises(BundleCorrupt, match="token's"):
         build_projector("coded", {**p.parameters(), "key_space": "rotated"}, p.tensors())
+
+
+def look_back() -> LookBackProjector:
+    """A coded trunk that reads the code before, too, in pages of 4 tokens."""
+    inner = trunk()
+    p = LookBackParameters(**inner.parameters(), code=5, page_size=4)
+    shapes = {
+        "code.weight": (12, 5),
+        "code.offset": (5,),
+        "code.blank": (5,),
+        "read.weight": (5, 3),
+        "back.weight": (5, 3),
+    }
+    return LookBackProjector(p, inner, {n: randn(*s, seed=20 + i) for i, (n, s) in enumerate(shapes.items())})
+
+
+def test_a_look_back_reads_the_token_before_within_the_page() -> None:
+    p, x = look_back(), randn(8, 4, 2, 6, seed=3)
+    w = p.tensors()
+    h = torch.nn.functional.gelu(x[:, 0].flatten(1) @ w["code.weight"] + w["code.offset"])
+    earlier = torch.stack([h[i - 1] if i % 4 else w["code.blank"] for i in range(8)])
+    z = x.flatten(1) @ w["down.weight"] + h @ w["read.weight"] + earlier @ w["back.weight"]
+    torch.testing.assert_close(p.project(x), (z @ w["up.weight"]).view(8, 2, 2, 4) + w["bias"])
+    assert p.flops_per_token() == 2 * (48 * 3 + 3 * 16 + 12 * 5 + 2 * 5 * 3)
+    again = build_projector("lookback", p.parameters(), p.tensors())
+    assert torch.equal(again.project(x), p.project(x))
+    torch.testing.assert_close(torch.cat([p.project(x[:4]), p.project(x[4:])]), p.project(x))  # pages stand alone
+
+
+def test_a_look_back_refuses_what_does_not_fit() -> None:
+    p = look_back()
+    with pytest.raises(ConversionRefused, match="whole pages"):
+        p.project(randn(6, 4, 2, 6))
+    for name, wrong in (("code.blank", randn(4)), ("back.weight", randn(5, 4))):
+        with pytest.raises(BundleCorrupt, match="shape"):
+            build_projector("lookback", p.parameters(), {**p.tensors(), name: wrong})
+    for change in ({"page_size": 0}, {"key_space": "rotated"}):
+        with pytest.raises(BundleCorrupt):
+            build_projector("lookback", {**p.parameters(), **change}, p.tensors())

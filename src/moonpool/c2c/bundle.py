@@ -163,7 +163,7 @@ def write_bundle(
         target=Side.of(target),
         kind=projector.kind,
         parameters=projector.parameters(),
-        page_sizes=page_sizes or [],
+        page_sizes=page_sizes or ([projector.page_size] if projector.page_size else []),
         training_data=training_data or [],
         created_by=created_by,
     )

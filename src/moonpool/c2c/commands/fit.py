@@ -48,6 +48,7 @@ class Variant(Enum):
     HEAD_LOCAL = "head-local"
     TRUNK = "trunk"
     CODED = "coded"
+    LOOK_BACK = "look-back"
 
 
 class Choose(Enum):
@@ -66,15 +67,17 @@ def fit(
         Variant,
         typer.Option(
             help="full: all heads of a few source layers; head-local: head h from head h alone; trunk: a low-rank latent of all "
-            "source layers; coded: a trunk that also reads a code of the token"
+            "source layers; coded: a trunk that also reads a code of the token; look-back: and the code of the token before"
         ),
     ] = Variant.FULL,
     layers_per_target: Annotated[int, typer.Option(min=1, help="source layers that each target layer reads")] = 4,
-    rank: Annotated[int, typer.Option(min=1, help="width of the latent, for --variant trunk and coded")] = 512,
+    rank: Annotated[
+        int, typer.Option(min=1, help="width of the latent, for --variant trunk, coded and look-back")
+    ] = 512,
     code: Annotated[
         int,
         typer.Option(
-            min=0, help="width of the token's code, for --variant coded: a multiple of a source layer's K and V"
+            min=0, help="width of the token's code, for coded and look-back: a multiple of a source layer's K and V"
         ),
     ] = 1024,
     tokens: Tokens = 24576,
@@ -123,7 +126,7 @@ def fit(
             need="--steps 0",
             fix="Give the bundle to `moonpool c2c distil`.",
         )
-    if variant in (Variant.HEAD_LOCAL, Variant.CODED) and repair_values:
+    if variant in (Variant.HEAD_LOCAL, Variant.CODED, Variant.LOOK_BACK) and repair_values:
         raise ConfigError(f"a {variant.value} fit has no --repair-values", need="--variant full or trunk")
     console, pair = open_console(), open_stores(source, target, work)
     parts = split_texts(pair, text, tokens, seed, prefix, held)
@@ -173,6 +176,7 @@ def _closed_form(
 ) -> Projector:
     from moonpool.c2c.fitting.coded import fit_coded
     from moonpool.c2c.fitting.headlocal import fit_head_local
+    from moonpool.c2c.fitting.lookback import fit_lookback
     from moonpool.c2c.fitting.ridge import fit_linear
     from moonpool.c2c.fitting.selection import LAMBDAS
     from moonpool.c2c.fitting.trunk import LAMBDAS as FEW
@@ -196,6 +200,10 @@ def _closed_form(
             coded = fit_coded(*pair, documents, options[0], console)
             _show(pair, documents, options[0], coded.projector, [], console)
             return coded.projector
+        case Variant.LOOK_BACK:
+            looking = fit_lookback(*pair, documents, options[0], console)
+            _show(pair, documents, options[0], looking.projector, [], console)
+            return looking.projector
 
 
 def _show(

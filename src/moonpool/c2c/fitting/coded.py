@@ -22,6 +22,7 @@ from moonpool.c2c.fitting.prepare import FitOptions, prepare
 from moonpool.c2c.fitting.trunk import LAMBDAS, best_trunk
 from moonpool.c2c.projectors.coded import CodedParameters, CodedProjector
 from moonpool.c2c.projectors.trunk import TrunkParameters, TrunkProjector
+from moonpool.c2c.signature import ModelSpec
 from moonpool.errors import ConfigError
 
 _SPREAD, _OFFSET = 1.5, 0.5
@@ -71,18 +72,23 @@ def fit_coded(
     lambdas: tuple[float, ...] = LAMBDAS,
 ) -> CodedFit:
     """Fit a code of `options.code` numbers and a latent of `options.rank`. Raises as `fit_linear`."""
-    width = 2 * width_of(source.spec)
-    if options.code < width or options.code % width:
-        raise ConfigError("the code must be whole layers wide", need=f"a multiple of {width}", have=str(options.code))
+    check_code(source.spec, options.code)
     weighting = Weighting(options.attention, key_gains(target) if options.shell else None)
     code = random_code(Pass(source, target, weighting), documents, options.code, options.seed)
     rows = CodedPass(source, target, weighting, code)
-    d = width * source.spec.num_layers + options.code
+    d = 2 * width_of(source.spec) * source.spec.num_layers + options.code
     e = 2 * width_of(target.spec) * target.spec.num_layers
     more = 8 * (d * d - (d - options.code) ** 2 + options.code * e)
     start = prepare(source, target, documents, options, console, 8 * (3 * d * d + 3 * d * e + 3 * e * e) + more, rows)
     found, ridge = best_trunk(start, lambdas, min(options.rank, d, e), console)
     return CodedFit(_split(found, source.spec.num_layers, code), ridge)
+
+
+def check_code(source: ModelSpec, code: int) -> None:
+    """Raises ConfigError unless the code fills whole layers."""
+    width = 2 * width_of(source)
+    if code < width or code % width:
+        raise ConfigError("the code must be whole layers wide", need=f"a multiple of {width}", have=str(code))
 
 
 def random_code(rows: Pass, documents: Documents, code: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from moonpool.c2c.projectors.base import Projector
 from moonpool.c2c.projectors.coded import CodedProjector
 from moonpool.c2c.projectors.headlocal import HeadLocalParameters, HeadLocalProjector
 from moonpool.c2c.projectors.linear import LinearParameters, LinearProjector, typed
+from moonpool.c2c.projectors.lookback import LookBackProjector, before
 from moonpool.c2c.projectors.mlp import MlpParameters, MlpProjector
 from moonpool.c2c.projectors.trunk import TrunkParameters, TrunkProjector
 from moonpool.errors import ConversionRefused
@@ -197,9 +198,11 @@ class LinearPupil(_Shelled):
 class TrunkPupil(_Shelled):
     """The latent is standardised too: else the columns of `down` would differ in size as its eigenvalues do."""
 
-    def __init__(self, projector: TrunkProjector | CodedProjector, scale: Scale, make: MakeWeight) -> None:
+    def __init__(
+        self, projector: TrunkProjector | CodedProjector | LookBackProjector, scale: Scale, make: MakeWeight
+    ) -> None:
         super().__init__(projector)
-        trunk = {k: v for k, v in projector.parameters().items() if k != "code"}
+        trunk = {k: v for k, v in projector.parameters().items() if k in TrunkParameters.__struct_fields__}
         p: TrunkParameters = typed(trunk, TrunkParameters)
         held = projector.tensors()
         self._scale, self._layers = scale, p.target_layers
@@ -227,7 +230,7 @@ class TrunkPupil(_Shelled):
 class CodedPupil(TrunkPupil):
     """A trunk whose code is trained along: its directions, its offsets, and how the latent reads it."""
 
-    def __init__(self, projector: CodedProjector, scale: Scale, make: MakeWeight) -> None:
+    def __init__(self, projector: CodedProjector | LookBackProjector, scale: Scale, make: MakeWeight) -> None:
         super().__init__(projector, scale, make)
         held = projector.tensors()
         first = slice(0, 1)
@@ -237,7 +240,11 @@ class CodedPupil(TrunkPupil):
 
     def _latent(self, x: Tensor) -> Tensor:
         hidden = gelu(self.code(x[:, 0].flatten(1)) + self.offset.to(x.dtype))
-        return super()._latent(x) + self.read(hidden)
+        return super()._latent(x) + self._read(hidden)
+
+    def _read(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self.read(hidden)
+        return found
 
     def tensors(self) -> dict[str, Tensor]:
         code = self._scale.raw(self.code.merged().cpu(), slice(0, 1))
@@ -249,6 +256,24 @@ class CodedPupil(TrunkPupil):
             "code.offset": offset,
             "read.weight": self.read.merged().cpu(),
         }
+
+
+class LookBackPupil(CodedPupil):
+    """The code of the token before is read too, and what stands before a page's first token is trained along."""
+
+    def __init__(self, projector: LookBackProjector, scale: Scale, make: MakeWeight) -> None:
+        super().__init__(projector, scale, make)
+        held = projector.tensors()
+        self._page_size = projector.page_size
+        self.blank = self.loose(held["code.blank"], floor=1e-2)
+        self.back = make(held["back.weight"] / self._deviation, _DOWN)
+
+    def _read(self, hidden: Tensor) -> Tensor:
+        return super()._read(hidden) + self.back(before(hidden, self.blank, self._page_size))
+
+    def tensors(self) -> dict[str, Tensor]:
+        own = {"code.blank": self.blank.detach().cpu(), "back.weight": self.back.merged().cpu()}
+        return {**super().tensors(), **own}
 
 
 class HeadLocalPupil(_Shelled):
@@ -339,6 +364,7 @@ _PUPILS: dict[str, Callable[[Any, Scale, MakeWeight], Pupil]] = {
     LinearProjector.kind: LinearPupil,
     TrunkProjector.kind: TrunkPupil,
     CodedProjector.kind: CodedPupil,
+    LookBackProjector.kind: LookBackPupil,
     HeadLocalProjector.kind: HeadLocalPupil,
     MlpProjector.kind: MlpPupil,
 }

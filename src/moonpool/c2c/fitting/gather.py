@@ -55,13 +55,16 @@ class Weighting(msgspec.Struct, frozen=True):
 class Pass:
     """The pair of models and how their KV becomes rows."""
 
+    first = 1
+    """Position that rows begin at: position 0 is the attention sink, and stays native."""
+
     def __init__(self, source: CaptureStore, target: CaptureStore, weighting: Weighting) -> None:
         self.source, self.target, self.weighting = source, target, weighting
 
     def document(self, tokens: Tensor) -> Rows:
-        """Rows of one document but for position 0, fp32, keys un-rotated, target keys over the gains."""
-        x = rows(self.source.get(tokens), self.source.spec.rope)[1:]
-        y = rows(self.target.get(tokens), self.target.spec.rope)[1:]
+        """Rows of one document from `first` on, fp32, keys un-rotated, target keys over the gains."""
+        x = rows(self.source.get(tokens), self.source.spec.rope)[self.first :]
+        y = rows(self.target.get(tokens), self.target.spec.rope)[self.first :]
         if self.weighting.gains is not None:
             y[:, :, 0] /= self.weighting.gains.repeat(1, self.target.spec.num_kv_heads)
         return x, y, self._weights(tokens)
@@ -69,8 +72,8 @@ class Pass:
     def _weights(self, tokens: Tensor) -> Tensor:
         a = self.weighting.attention
         if not a:
-            return torch.ones(len(tokens) - 1)
-        mass = self.target.attention_mass(tokens)[:, 1:].mean(0)
+            return torch.ones(len(tokens) - self.first)
+        mass = self.target.attention_mass(tokens)[:, self.first :].mean(0)
         return (1 - a + a * mass / mass.mean()).clamp(max=_MOST)
 
     def holdout(self, documents: Sequence[Tensor]) -> Holdout:

@@ -42,7 +42,9 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 512
     """Width of the latent, for the trunk."""
     code: int = 0
-    """Width of the token's code, for the coded trunk: a multiple of a source layer's."""
+    """Width of the token's code, for the coded and the look-back trunk: a multiple of a source layer's."""
+    page_size: int = 16
+    """Tokens of the pages that a look-back trunk is for."""
     seed: int = 0
     """Of the code's directions."""
     memory: int = 0

@@ -9,6 +9,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from moonpool.c2c.fitting import features
 from moonpool.c2c.fitting.attention import Judges
 from moonpool.c2c.fitting.gather import Pass
 from moonpool.c2c.fitting.prepare import LayerFit
@@ -30,8 +31,10 @@ class Score(msgspec.Struct, frozen=True):
 def scores(rows: Pass, projector: Projector, documents: Sequence[Tensor], queries: int = 64) -> list[Score]:
     """Each target layer's score. `rows.weighting.gains` must be given where the projector puts keys on a shell."""
     gains, heads = rows.weighting.gains, rows.target.spec.num_kv_heads
-    x, native = (torch.cat(part) for part in zip(*(rows.document(d)[:2] for d in documents), strict=True))
-    mapped = projector.project(x)
+    native = torch.cat([rows.document(d)[1] for d in documents])
+    # From position 0 on, as pages come; it is left out afterwards, as `rows` leaves it out.
+    source, rope = rows.source, rows.source.spec.rope
+    mapped = torch.cat([projector.project(features.rows(source.get(d), rope))[1:] for d in documents])
     if gains is not None:
         mapped[:, :, 0] /= gains.repeat(1, heads)
     judges = Judges(rows.target, documents, queries, gains)

@@ -13,6 +13,7 @@ from moonpool.c2c.projectors.fuse import Fuser
 from moonpool.c2c.projectors.headlocal import HeadLocalProjector
 from moonpool.c2c.projectors.identity import IdentityProjector
 from moonpool.c2c.projectors.linear import LinearProjector
+from moonpool.c2c.projectors.lookback import LookBackProjector
 from moonpool.c2c.projectors.mlp import MlpProjector
 from moonpool.c2c.projectors.stored import as_read
 from moonpool.c2c.projectors.trunk import TrunkProjector
@@ -28,6 +29,7 @@ _KINDS: dict[str, type[Stored]] = {
         HeadLocalProjector,
         TrunkProjector,
         CodedProjector,
+        LookBackProjector,
         MlpProjector,
         Fuser,
     )

@@ -37,6 +37,9 @@ class Stored(ABC):
 
     kind: ClassVar[str]
     """Name in the manifest."""
+    page_size: int = 0
+    """Tokens of a page where a token's result hangs on others of its page: rows then come in whole pages, one behind the other, and
+    the bundle serves this page size alone. 0: each token by itself."""
 
     @abstractmethod
     def flops_per_token(self) -> int:
