@@ -1,8 +1,8 @@
 """Fit and judge the bundled projectors: `python models/fit_bundles.py` writes bundles/moon-large-to-moon-small, with `--back` the
 other direction.
 
-A coded trunk in closed form, then distillation through the target; judged on held-out text and on fact documents made of held-out
-text. The baselines on the same documents go into the cache folder: issue #1520's mlp and a one-layer ridge.
+A look-back trunk in closed form (then distillation through the target, if asked); judged on held-out text and on fact documents made
+of held-out text. The baselines on the same documents go into the cache folder: issue #1520's mlp and a one-layer ridge.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from models import corpus, tasks
 from moonpool import paths
 from moonpool.c2c.bundle import WEIGHTS, Bundle, add_files, write_bundle
 from moonpool.c2c.fitting.capture import CaptureStore, load_tokenizer
-from moonpool.c2c.fitting.coded import fit_coded
 from moonpool.c2c.fitting.distil import DistilOptions, Lesson, Lessons, distil
 from moonpool.c2c.fitting.facts import FactDocument, FactWriter
 from moonpool.c2c.fitting.gather import Documents
+from moonpool.c2c.fitting.lookback import fit_lookback
 from moonpool.c2c.fitting.mlp import MlpOptions, fit_mlp
 from moonpool.c2c.fitting.prepare import FitOptions
 from moonpool.c2c.fitting.ridge import fit_linear
@@ -68,14 +68,18 @@ def dense(generator: tasks.Generator, rng: np.random.Generator) -> Tensor:
     return torch.tensor(ids[:LENGTH])
 
 
-def rows(generator: tasks.Generator, rng: np.random.Generator, count: int) -> list[Tensor]:
+def rows(generator: tasks.Generator, rng: np.random.Generator, count: int, writer: FactWriter) -> list[Tensor]:
     """Documents in the forms that the pair is used with, most of them with facts: a map can only carry what its data shows, and
     of 512 tokens of plain text none tells one name's value from another's."""
-    found = []
-    for i in range(count):
-        if i % 10 < 7:
+    found: list[Tensor] = []
+    while (i := len(found)) < count:
+        if i % 10 < 2:
+            told = writer.document(PREFIX, facts=12, questions=24, margin=PAGE).told()
+            found.append(told[:LENGTH])
+            continue
+        if i % 10 < 6:
             ids, _ = generator.facts_row(rng, LENGTH, filler=True)
-        elif i % 10 == 7:
+        elif i % 10 == 6:
             ids, _ = generator.chat_row(rng, LENGTH)
         else:
             ids, _ = generator.text_row(rng, LENGTH)
@@ -93,11 +97,19 @@ def material(tokenizer: Any, documents: int, seed: int) -> Material:
     fit, choose = (tasks.Generator(words, part) for part in ids[:2])
     last = torch.from_numpy(ids[2])
     report = [last[i * LENGTH : (i + 1) * LENGTH] for i in range(min(REPORT, len(last) // LENGTH))]
-    lines = [line.strip() for text in held[middle:] for line in text.splitlines() if 20 < len(line.strip()) < 90]
-    writer = FactWriter(tokenizer, sentences=random.Random(seed).sample(lines, min(400, len(lines))), seed=seed)
+    teller, chooser, writer = (
+        FactWriter(tokenizer, sentences=sentences(part, seed), seed=seed + i)
+        for i, part in ((1000, train), (2000, held[:middle]), (0, held[middle:]))
+    )
     facts = [writer.document(PREFIX, facts=12, questions=8, margin=PAGE) for _ in range(FACTS)]
     told = [dense(fit, rng) for _ in range(documents)]
-    return Material(rows(fit, rng, documents), told, rows(choose, rng, CHOOSE), report, facts)
+    return Material(rows(fit, rng, documents, teller), told, rows(choose, rng, CHOOSE, chooser), report, facts)
+
+
+def sentences(texts: list[str], seed: int) -> list[str]:
+    """Lines that stand between facts."""
+    lines = [line.strip() for text in texts for line in text.splitlines() if 20 < len(line.strip()) < 90]
+    return random.Random(seed).sample(lines, min(400, len(lines)))
 
 
 def lessons(documents: list[Tensor], seed: int) -> list[Lesson]:
@@ -108,9 +120,9 @@ def lessons(documents: list[Tensor], seed: int) -> list[Lesson]:
 
 def fit(options: argparse.Namespace, pair: Pair, m: Material, console: Console) -> Projector:
     documents = Documents([*m.train, *m.dense], m.choose)
-    start = fit_coded(
-        *pair, documents, FitOptions(rank=options.rank, code=options.code, shell=True, seed=options.seed), console
-    )
+    chosen = FitOptions(rank=options.rank, code=options.code, page_size=PAGE, shell=True, seed=options.seed)
+    start = fit_lookback(*pair, documents, chosen, console)
+    console.print(f"closed form: λ = {start.ridge:g}")
     if not options.steps:
         return start.projector
     found = distil(
@@ -164,9 +176,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--documents", type=int, default=240, help=f"documents of {LENGTH} tokens to fit on, and as many dense ones"
     )
-    parser.add_argument("--rank", type=int, default=320, help="width of the latent")
+    parser.add_argument("--rank", type=int, default=448, help="width of the latent")
     parser.add_argument("--code", type=int, default=1536, help="width of the token's code")
-    parser.add_argument("--steps", type=int, default=200, help="distillation steps; 0 = closed form only")
+    parser.add_argument("--steps", type=int, default=0, help="distillation steps behind the closed form")
     parser.add_argument("--batch", type=int, default=12)
     parser.add_argument("--rate", type=float, default=4e-4, help="of distillation, in RMS of each tensor")
     parser.add_argument("--epochs", type=int, default=6, help="of the mlp, at most")
