@@ -12,12 +12,7 @@ c2c = resolve(
     C2CFile(
         models={name: ModelEntry(f"models/{name}") for name in ("moon-large", "moon-small")},
         rules=[
-            RuleEntry(
-                source="moon-large",
-                target="moon-small",
-                bundle="bundles/moon-large-to-moon-small",
-                force=True,  # serve it whatever its report shows; without it, the gate decides
-            )
+            RuleEntry(source="moon-large", target="moon-small", bundle="bundles/moon-large-to-moon-small"),
         ],
     ),
     [ROOT],

@@ -152,7 +152,7 @@ def bundled_system() -> tuple[SystemConfig, C2CConfig]:
         raise ConfigError(
             "the bundled pair comes with the checkout only", fix="Give a system file: `moonpool up FILE`."
         )
-    rule = RuleEntry(source=names[0], target=names[1], bundle=str(bundles / "-to-".join(names)), force=True)
+    rule = RuleEntry(source=names[0], target=names[1], bundle=str(bundles / "-to-".join(names)))
     file = C2CFile(models={n: ModelEntry(str(models / n)) for n in names}, rules=[rule])
     return SystemConfig(c2c=file), resolve(file, [])
 
