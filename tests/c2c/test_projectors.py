@@ -186,5 +186,5 @@ def test_built_again_it_is_the_same() -> None:
 
 
 def test_unknown_kinds_are_refused() -> None:
-    with pytest.raises(BundleCorrupt, match="identity, linear, mlp, trunk"):
+    with pytest.raises(BundleCorrupt, match="identity, linear, lookback, mlp, trunk"):
         build_projector("fusion", {}, {})

@@ -2,14 +2,19 @@
 
     bf16 pages ─► fp32 x [N, Ls, 2, Ws], keys un-rotated ─► projector ─► fp32 y [N, Lt, 2, Wt] ─► keys rotated ─► bf16 pages
 
-All pages of a call go through together, so each target layer is one matrix product over all their tokens; everything else
-is done in blocks of a few pages that stay in the CPU's cache. Rounding to bf16 happens once, to nearest even.
+Each thread takes pages of its own all the way, some hundred tokens at once: enough for matrix products at full speed, and no
+thread waits for another between two steps. What is not a product is done a page at a time: it is read from memory once, in
+order, turned in the CPU's cache and written once. Rounding to bf16 happens once, to nearest even.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,21 +23,25 @@ from torch import Tensor
 
 from moonpool.c2c import pages as codec
 from moonpool.c2c.projectors.base import Projector
-from moonpool.c2c.rope import inverse_rotation, rotate_between, rotation
+from moonpool.c2c.rope import Rotation, inverse_rotation, rotate_between, rotation
 from moonpool.c2c.signature import Difference, ModelSpec, check_contract
 from moonpool.errors import ConversionRefused, MoonpoolError, WrongSize
 
 if TYPE_CHECKING:
     from moonpool.c2c.gate import Verdict
 
-_TOKENS_AT_ONCE = 1024
-"""Bounds the fp32 intermediates (about 85 MB for a 1.5B source); more tokens make no product faster."""
-_BLOCK_TOKENS = 64
+_TOKENS_AT_ONCE = 512
+"""Bounds a thread's fp32 intermediates (about 45 MB for a 1.5B source); more tokens make products hardly faster."""
+_FEWEST_TOKENS = 256
+"""Fewer are not worth a thread: each reads all weights."""
+_BLOCK_TOKENS = 16
 """Tokens that are un-rotated, rotated and checked together: their numbers stay in the second-level cache."""
 _INF_BITS = 0x7F80
 """bf16 of this pattern and above, sign apart, is Inf or NaN."""
 
 Page = memoryview | bytes
+Job = tuple[Page, int, memoryview]
+"""A source page, its index in its sequence, and where the target's page goes."""
 
 
 class _Scratch(threading.local):
@@ -49,7 +58,7 @@ class _Scratch(threading.local):
         return torch.from_numpy(self._buffer[:size]).view(shape)
 
 
-_source_numbers, _keys = _Scratch(), _Scratch()
+_source_numbers, _stored, _turned = _Scratch(), _Scratch(), _Scratch()
 
 
 class Conversion:
@@ -71,8 +80,8 @@ class Conversion:
         self.projector = projector
         self.source_shape, self.target_shape = source.page_shape(page_size), target.page_shape(page_size)
         self.source_bytes, self.target_bytes = self.source_shape.nbytes, self.target_shape.nbytes
+        self._invariant = projector.key_space == "invariant"
         self._read = _runs(projector.source_layers())
-        self._pages_at_once = max(1, _TOKENS_AT_ONCE // page_size)
         self._pages_per_block = max(1, _BLOCK_TOKENS // page_size)
         _check_fit(projector, source, target)
 
@@ -84,12 +93,11 @@ class Conversion:
         jobs = list(zip(pages, indices, outs, strict=True))
         errors = [self._size_error(page, out) for page, _, out in jobs]
         good = [i for i, e in enumerate(errors) if e is None]
-        with torch.inference_mode():
-            for start in range(0, len(good), self._pages_at_once):
-                group = good[start : start + self._pages_at_once]
-                for i, why in self._run_group([jobs[i] for i in group]).items():
-                    page = indices[group[i]]
-                    errors[group[i]] = ConversionRefused(why, key=self.source.name, have=f"page {page}")
+        groups = _groups(good, self.page_size)
+        found = _each(self._run_group, [[jobs[i] for i in group] for group in groups])
+        for group, refused in zip(groups, found, strict=True):
+            for i, why in refused.items():
+                errors[group[i]] = ConversionRefused(why, key=self.source.name, have=f"page {indices[group[i]]}")
         return errors
 
     def _size_error(self, page: Page, out: memoryview) -> MoonpoolError | None:
@@ -101,28 +109,29 @@ class Conversion:
             return WrongSize("target page of the wrong size", key=self.target.name, need=need, have=have)
         return None
 
-    def _run_group(self, jobs: Sequence[tuple[Page, int, memoryview]]) -> dict[int, str]:
+    @torch.inference_mode()
+    def _run_group(self, jobs: Sequence[Job]) -> dict[int, str]:
         """Convert all; returns place → reason for the pages whose source or result is not finite."""
-        size, bad = self.page_size, dict[int, str]()
+        size, shape, bad = self.page_size, self.source_shape, dict[int, str]()
         blocks = [slice(b, b + self._pages_per_block) for b in range(0, len(jobs), self._pages_per_block)]
-        shape = self.source_shape
-        x = _source_numbers.take(shape.layers, len(jobs) * size, 2, shape.heads, shape.dim).transpose(0, 1)
+        at = positions([index for _, index, _ in jobs], size)
+        off, on = self._turns(at)
+        x = _source_numbers.take(len(jobs) * size, shape.layers, 2, shape.heads, shape.dim)
         for block in blocks:
             for i, (page, _, _) in enumerate(jobs[block]):
                 if not _finite(page):
                     bad[block.start + i] = "source page holds NaN or Inf"
-            halves = [codec.unpack(page, self.source_shape) for page, _, _ in jobs[block]]
-            at = positions([index for _, index, _ in jobs[block]], size)
+            halves = [codec.unpack(page, shape) for page, _, _ in jobs[block]]
             k, v = _join([k for k, _ in halves]), _join([v for _, v in halves])
-            self._prepare(k, v, at, x[_rows(block, size)], _keys.take(*k.shape))
+            rows = _rows(block, size)
+            self._prepare(k, v, off and off.rows(rows), x[rows])
         y = self._project(x)
         for block in blocks:
-            at = positions([index for _, index, _ in jobs[block]], size)
-            rows = y[_rows(block, size)]
-            keys = self._finish_keys(rows[:, :, 0], at, _keys.take(*rows[:, :, 0].shape))
+            rows = _rows(block, size)
+            keys, values = self._finish_keys(y[rows, :, 0], at[rows], on and on.rows(rows)), y[rows, :, 1]
             for i, (_, _, out) in enumerate(jobs[block]):
                 mine = _rows(slice(i, i + 1), size)
-                codec.pack_into(out, keys[mine], rows[mine, :, 1])
+                codec.pack_into(out, keys[mine], values[mine])
                 if not _finite(out):
                     bad.setdefault(block.start + i, "the projector's result is not finite")
         return bad
@@ -131,35 +140,42 @@ class Conversion:
         """`k`, `v` as stored, `[N, Ls, heads, dim]`, at absolute positions `at` → fp32 `[N, Lt, 2, heads, dim]`, keys rotated for
         the target, not yet rounded."""
         x = torch.empty(k.shape[0], self.source_shape.layers, 2, *k.shape[2:])
-        self._prepare(k, v, at, x, torch.empty(k.shape))
+        off, on = self._turns(at)
+        self._prepare(k, v, off, x)
         y = self._project(x)
-        return torch.stack([self._finish_keys(y[:, :, 0], at, None), y[:, :, 1]], 2)
+        return torch.stack([self._finish_keys(y[:, :, 0], at, on), y[:, :, 1]], 2)
 
-    def _prepare(self, k: Tensor, v: Tensor, at: Tensor, x: Tensor, stored: Tensor) -> None:
-        """Fill the layers of `x` that the projector reads; `stored` is fp32 room of the shape of `k`."""
-        content = self.projector.key_space == "content"
-        turn = inverse_rotation(at, self.source.rope) if content else None
+    def _turns(self, at: Tensor) -> tuple[Rotation | None, Rotation | None]:
+        """What takes the source's rotation off keys at positions `at` and what puts the target's on, where both are done."""
+        if self.projector.key_space != "content":
+            return None, None
+        return inverse_rotation(at, self.source.rope), rotation(at, self.target.rope)
+
+    def _prepare(self, k: Tensor, v: Tensor, turn: Rotation | None, x: Tensor) -> None:
+        """Fill the layers of `x` that the projector reads; `turn` takes the keys' rotation off."""
         for first, last in self._read:
             x[:, first:last, 1].copy_(v[:, first:last])
             if turn is None:
                 x[:, first:last, 0].copy_(k[:, first:last])
             else:
-                turn.apply(stored[:, first:last].copy_(k[:, first:last]), out=x[:, first:last, 0])
+                x[:, first:last, 0].copy_(_turn(turn, k[:, first:last]))
 
     def _project(self, x: Tensor) -> Tensor:
         shape = self.target_shape
         y = self.projector.project(x.flatten(3))
         return y.view(x.shape[0], shape.layers, 2, shape.heads, shape.dim)
 
-    def _finish_keys(self, k: Tensor, at: Tensor, room: Tensor | None) -> Tensor:
-        """Projected keys `[N, Lt, heads, dim]` as the target stores them, in `room` or in new memory or where they were."""
-        match self.projector.key_space:
-            case "content":
-                return rotation(at, self.target.rope).apply(k, out=room)
-            case "invariant":
-                return rotate_between(k, at, self.source.rope, self.target.rope)
-            case "rotated":
-                return k
+    def _finish_keys(self, k: Tensor, at: Tensor, turn: Rotation | None) -> Tensor:
+        """Projected keys `[N, Lt, heads, dim]` as the target stores them; scratch, new memory, or where they were."""
+        if turn is not None:
+            return _turn(turn, k)
+        return rotate_between(k, at, self.source.rope, self.target.rope) if self._invariant else k
+
+
+def _turn(turn: Rotation, k: Tensor) -> Tensor:
+    """Turned keys in fp32 scratch, valid until this thread's next call. They come and go in order: a rotation goes four times
+    through its numbers, which costs twice as much on lines of memory that others lie between."""
+    return turn.apply(_stored.take(*k.shape).copy_(k), out=_turned.take(*k.shape))
 
 
 def _check_fit(projector: Projector, source: ModelSpec, target: ModelSpec) -> None:
@@ -209,3 +225,36 @@ def _runs(layers: list[int]) -> list[tuple[int, int]]:
         else:
             runs.append((layer, layer + 1))
     return runs
+
+
+def _groups(pages: list[int], page_size: int) -> list[list[int]]:
+    """Shares of the pages, as even as can be: as many for every thread, and none too large or too small."""
+    tokens, threads = len(pages) * page_size, torch.get_num_threads()
+    count = max(min(threads, tokens // _FEWEST_TOKENS), -(-tokens // _TOKENS_AT_ONCE))
+    count = count if count <= threads else -(-count // threads) * threads
+    bounds = [len(pages) * i // max(count, 1) for i in range(count + 1)]
+    return [pages[a:b] for a, b in itertools.pairwise(bounds) if a < b]
+
+
+def _each(work: Callable[[Sequence[Job]], dict[int, str]], groups: list[list[Job]]) -> Iterable[dict[int, str]]:
+    """`work` on every group, in as many threads as torch may use here."""
+    threads = torch.get_num_threads()
+    return map(work, groups) if min(threads, len(groups)) < 2 else _helpers(threads).map(work, groups)
+
+
+@functools.cache
+def _helpers(threads: int) -> ThreadPoolExecutor:
+    """Threads of this process, made once, as torch's own are, and in which torch does not fork.
+
+    torch's setting belongs to a thread, and is also what later threads start with: hence it is put back.
+    """
+    pool = ThreadPoolExecutor(threads, "c2c-convert", initializer=lambda: torch.set_num_threads(1))
+    ready = threading.Barrier(threads + 1)
+    for _ in range(threads):
+        pool.submit(ready.wait)
+    ready.wait()
+    torch.set_num_threads(threads)
+    return pool
+
+
+os.register_at_fork(after_in_child=_helpers.cache_clear)

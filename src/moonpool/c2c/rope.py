@@ -11,6 +11,7 @@ the identity.
 from __future__ import annotations
 
 import math
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -79,6 +80,12 @@ class Rotation:
         angles = positions.to(torch.float64)[:, None] * frequencies
         self._cos = (angles.cos() * scale).to(torch.float32)[:, None, None, :]
         self._sin = (angles.sin() * scale).to(torch.float32)[:, None, None, :]
+
+    def rows(self, rows: slice) -> Rotation:
+        """The same at these of the positions. Tables are views."""
+        part = copy(self)
+        part._cos, part._sin = self._cos[rows], self._sin[rows]
+        return part
 
     def apply(self, k: Tensor, out: Tensor | None = None) -> Tensor:
         """Rotated `k`, fp32 `[N, layers, heads, dim]`; dims past the tables' are copied. `out` must not overlap `k`."""

@@ -4,8 +4,8 @@
     y  fp32 [N, target layers, 2, target width]
 
 K and V of one token in one layer lie side by side, so that `x[:, layer]` is one strided matrix: a projector multiplies it where
-it lies, without gathering. The other strides are free; the converter keeps one layer's tokens together, which a matrix product
-reads fastest.
+it lies, without gathering. The other strides are free; the converter keeps one token's layers together, as pages do, so that all
+layers are one matrix too.
 
 A projector is position-free arithmetic. Taking the source's rotation off the keys and putting the target's on is the
 converter's job (`c2c.convert`), according to `key_space`.

@@ -45,16 +45,14 @@ class TrunkProjector(Projector):
         self.source_shape = (parameters.source_layers, parameters.source_width)
         self.target_shape = (parameters.target_layers, parameters.target_width)
         self.target_head_dim = parameters.shell_dim
-        self._by_layer = down.view(parameters.source_layers, 2 * parameters.source_width, parameters.rank)
 
     def source_layers(self) -> list[int]:
         return list(range(self._p.source_layers))
 
     def project(self, x: Tensor, latent: Tensor | None = None) -> Tensor:
         """`latent` `[N, rank]`: what the sum over the layers is added to, in place."""
-        latent = x.new_zeros(len(x), self._p.rank) if latent is None else latent
-        for s, weight in enumerate(self._by_layer):  # a layer's tokens lie together: nothing is copied
-            latent.addmm_(x[:, s].flatten(1), weight)
+        read = x.flatten(1)  # one product over all layers: a sum over them would go through the latent once for each
+        latent = torch.mm(read, self._down) if latent is None else latent.addmm_(read, self._down)
         y = torch.addmm(self._biases.flatten(), latent, self._up).view(len(x), *self._biases.shape)
         if self._shell is not None:
             onto_shell(y[:, :, 0], self._shell, self._p.eps)
