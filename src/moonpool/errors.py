@@ -2,6 +2,7 @@
 
     MoonpoolError
     ├── ConfigError               a file, flag or argument is wrong: mend it and start again
+    │   └── TraceError            a request trace cannot be played: names the file and the line
     ├── WireError                 processes could not talk
     │   ├── ConnectionLost        the peer went away (the caller may reconnect)
     │   ├── FrameTooLarge         a message over its cap, refused before memory is taken for it
@@ -68,6 +69,9 @@ class MoonpoolError(Exception):
 
 
 class ConfigError(MoonpoolError): ...
+
+
+class TraceError(ConfigError): ...
 
 
 class WireError(MoonpoolError): ...
