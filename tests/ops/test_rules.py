@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from moonpool.cli import main
 from moonpool.store.master.service import MasterService
@@ -15,8 +16,10 @@ from moonpool.types import RuleStatus
 from moonpool.wire.rpc import Server
 from tests.c2c.pairs import BUNDLE, config, model, rule
 
-CONFIG = config(
-    rule(model("large"), model("small")), rule(model("large"), model("tiny"), mode="on_miss", digest="c" * 32)
+FUSION = rule(model("small"), model("tiny"), mode="fuse", digest="d" * 32)
+CONFIG = replace(
+    config(rule(model("large"), model("small")), rule(model("large"), model("tiny"), mode="on_miss", digest="c" * 32)),
+    fusions=[FUSION],
 )
 Run = Callable[..., str]
 
@@ -59,6 +62,16 @@ def test_status_shows_verdicts_checks_and_rules_that_nobody_runs(master: MasterS
         assert shown in spoken
     assert "on_miss" in silent
     assert "nobody converts" in silent
+
+
+def test_a_fuse_rule_is_shown_with_why_it_has_no_gate_and_cannot_be_disabled(master: MasterService, run: Run) -> None:
+    (line,) = (line for line in run("status").splitlines() if "small→tiny" in line)
+    assert "engine's own" in line
+    (shown,) = (r for r in json.loads(run("status", "--json"))["rules"] if r["mode"] == "fuse")
+    assert (shown["digest"], shown["gate"], shown["state"]) == (FUSION.digest, "", "")
+    assert "no gate" in shown["reason"]
+    with pytest.raises(AssertionError, match="take it out of the C2C file"):
+        run("disable", "small:tiny")
 
 
 def test_disable_shows_why_and_enable_undoes_it(master: MasterService, run: Run) -> None:

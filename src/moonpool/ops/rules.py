@@ -7,13 +7,16 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from moonpool.errors import ConfigError
+from moonpool.errors import ConfigError, ConversionRefused
 from moonpool.types import Rules, RuleStatus
 from moonpool.wire import messages as m
 from moonpool.wire.auth import Security
 from moonpool.wire.rpc import SocketChannel
 
 _CALL_S = 5.0
+_UNGATED = (
+    "fuse rules have no gate: the target's engine computes its cache and improves it; see requests_fused in its metrics"
+)
 _COLORS = {"ready": "green", "loading": "yellow", "refused": "red", "disabled": "red"}
 
 
@@ -24,15 +27,18 @@ class RuleOffice:
         self._channel = SocketChannel(master, _CALL_S, security=security)
 
     def look(self) -> Rules:
-        """What all have said. Rules that nobody spoke of yet are shown as the config names them."""
+        """What all have said. Rules that nobody spoke of (yet; of `fuse` rules nobody ever does) are shown as the config names
+        them."""
         known = self._channel.call(m.ReportRules(), m.RulesAre).rules
         spoken = {r.digest for r in known.rules}
         silent = [r for r in _configured(self._channel.call(m.GetC2C(), m.C2C).config) if r.digest not in spoken]
         return msgspec.structs.replace(known, rules=[*known.rules, *silent])
 
     def disable(self, rule: str, reason: str) -> RuleStatus:
-        """Raises ConfigError for a rule that there is not."""
+        """Raises ConfigError for a rule that there is not, ConversionRefused for a `fuse` rule."""
         found = self._find(rule)
+        if found.mode == "fuse":
+            raise ConversionRefused("a fuse rule cannot be disabled", key=found.name, fix="take it out of the C2C file")
         self._channel.call(m.DisableRule(found.digest, reason), m.Done)
         return found
 
@@ -78,11 +84,18 @@ class _Config(msgspec.Struct):
     """What is needed of a C2C config here; the whole of it would need torch to be read."""
 
     rules: list[_Rule] = []
+    fusions: list[_Rule] = []
 
 
 def _configured(raw: bytes) -> list[RuleStatus]:
-    rules = msgspec.json.decode(raw, type=_Config).rules if raw else []
-    return [RuleStatus(name=f"{r.source.name}→{r.target.name}", digest=r.digest, mode=r.mode) for r in rules]
+    if not raw:
+        return []
+    config = msgspec.json.decode(raw, type=_Config)
+    return [_silent(r) for r in config.rules] + [_silent(r, _UNGATED) for r in config.fusions]
+
+
+def _silent(r: _Rule, reason: str = "") -> RuleStatus:
+    return RuleStatus(name=f"{r.source.name}→{r.target.name}", digest=r.digest, mode=r.mode, reason=reason)
 
 
 def rules_table(known: Rules) -> Table:
@@ -93,7 +106,7 @@ def rules_table(known: Rules) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
     for r in known.rules:
-        state = r.state or "nobody converts"
+        state = r.state or ("engine's own" if r.mode == "fuse" else "nobody converts")
         shadow = (f"{r.kl / r.checks:.3f}", f"{100 * r.agreed / r.checks:.0f} %") if r.checks else ("–", "–")
         table.add_row(
             r.name,
