@@ -34,6 +34,7 @@ from moonpool.c2c.fitting.lookback import fit_lookback
 from moonpool.c2c.fitting.mlp import MlpOptions, fit_mlp
 from moonpool.c2c.fitting.prepare import FitOptions
 from moonpool.c2c.fitting.ridge import fit_linear
+from moonpool.c2c.fitting.rounding import for_storage
 from moonpool.c2c.judging.evaluate import EvalOptions, Evaluator, evaluate
 from moonpool.c2c.judging.report import Report, markdown, table, to_json
 from moonpool.c2c.projectors.base import Projector
@@ -198,10 +199,10 @@ def main() -> None:
         m = material(load_tokenizer(target.folder), options.documents, options.seed)
         specs = source.spec, target.spec
         if options.only != "baselines":
-            made = fit(options, pair, m, console)
-            found = judge(pair, m, made, None, options.seed)
-            Console(width=110).print(table(found))
+            made = for_storage(fit(options, pair, m, console), source, m.train, torch.bfloat16)
             bundle = write_bundle(options.out / label, made, *specs, training_data=DATA, created_by=by)
+            found = judge(pair, m, bundle.projector(), None, options.seed)
+            Console(width=110).print(table(found))
             print(f"{label}: bundle {add_report(bundle, found).digest}")
         if options.only != "bundle":
             for name, other in baselines(options, pair, m, console).items():

@@ -25,6 +25,7 @@ from moonpool.c2c.fitting.gather import Documents
 from moonpool.c2c.fitting.mlp import MlpOptions, fit_mlp
 from moonpool.c2c.fitting.prepare import FitOptions
 from moonpool.c2c.fitting.ridge import fit_linear
+from moonpool.c2c.fitting.rounding import for_storage
 from moonpool.c2c.fitting.trunk import fit_trunk
 from moonpool.c2c.projectors.base import Projector
 from recipes.material import PREFIX, Material
@@ -124,15 +125,20 @@ def baselines(pair: Pair, options: argparse.Namespace, console: Console) -> None
 
 def write(pair: Pair, folder: Path, made: Projector, options: argparse.Namespace) -> Bundle:
     by = f"recipes/qwen.py --direction {options.direction} --seed {options.seed} --steps {options.steps} --rank {options.rank}"
-    return write_bundle(folder, made, pair.source.spec, pair.target.spec, training_data=DATA, created_by=by)
+    dtype: torch.dtype = getattr(torch, options.storage)
+    kept = for_storage(made, pair.source, pair.documents.train, dtype)
+    return write_bundle(
+        folder, kept, pair.source.spec, pair.target.spec, dtype=dtype, training_data=DATA, created_by=by
+    )
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--direction", choices=("l2s", "s2l"), default="l2s")
     parser.add_argument("--out", type=Path, default=Path("bundles"))
-    parser.add_argument("--rank", type=int, default=768)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--rank", type=int, default=1536)
+    parser.add_argument("--storage", default="int8", choices=("int8", "bfloat16"), help="of the weights")
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--epochs", type=int, default=1, help="of the mlp baseline")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stages", default="fit,baselines,report", help="any of fit, baselines, report")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moonpool.c2c.bundle import WEIGHTS, open_bundle, write_bundle
+from moonpool.c2c.fitting.rounding import settled
 from moonpool.c2c.projectors import build_projector
 from moonpool.c2c.projectors.base import Projector
 from moonpool.c2c.projectors.headlocal import HeadLocalProjector
@@ -132,3 +133,18 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def swapped(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     return {name + ROWS: tensors[name + COLUMNS], name + COLUMNS: tensors[name + ROWS]}
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+def test_a_large_mean_leaves_no_offset(dtype: torch.dtype) -> None:
+    """Features of a hundred deviations' mean: rounding a weight moves every token's result alike, and the bias takes that back."""
+    made, mean = trunk(), 100 * randn(3, 2, 8, seed=5)
+    x = mean + randn(64, 3, 2, 8, seed=6)
+    kept = settled(made, mean, dtype)
+    plain = build_projector("trunk", SHAPE, as_read(as_stored(made.tensors(), dtype)))
+    want = made.project(x)
+    errors = [float((p.project(x) - want).square().mean().sqrt()) for p in (plain, kept)]
+    assert errors[1] < 0.1 * errors[0]
+    torch.testing.assert_close(kept.project(mean[None]), made.project(mean[None]), rtol=1e-4, atol=1e-2)
+    again = as_stored(kept.tensors(), dtype)
+    assert all(torch.equal(t, again[n]) for n, t in as_stored(plain.tensors(), dtype).items() if n != "bias")

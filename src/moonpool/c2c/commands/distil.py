@@ -110,6 +110,7 @@ def distil(
 
     from moonpool.c2c.bundle import open_bundle, write_bundle
     from moonpool.c2c.fitting import distil as training
+    from moonpool.c2c.fitting.rounding import for_storage
 
     console, pair, start = open_console(), open_stores(source, target, work, device), open_bundle(bundle)
     start.check(pair[0].spec, pair[1].spec, (start.manifest.page_sizes or [1])[0])
@@ -155,12 +156,13 @@ def distil(
         f"moonpool c2c distil --bundle {start.digest} --seed {seed} --tokens {tokens} --steps {steps} --batch {batch}"
     )
     made += f" --facts {facts} --chat-share {chat_share} --learning-rate {learning_rate:g} --parametrisation {parametrisation.value}"
+    dtype = getattr(torch, storage.value)
     written = write_bundle(
         out,
-        found.projector,
+        for_storage(found.projector, pair[0], parts.train, dtype),
         pair[0].spec,
         pair[1].spec,
-        dtype=getattr(torch, storage.value),
+        dtype=dtype,
         training_data=data,
         created_by=made,
         page_sizes=start.manifest.page_sizes,

@@ -117,6 +117,7 @@ def fit(
     from moonpool.c2c.fitting.mlp import MlpOptions
     from moonpool.c2c.fitting.prepare import FitOptions
     from moonpool.c2c.fitting.ridge import Documents
+    from moonpool.c2c.fitting.rounding import for_storage
     from moonpool.c2c.fitting.selection import LAMBDAS
 
     if variant is not Variant.FULL and steps:
@@ -154,12 +155,13 @@ def fit(
     data = [*parts.fitted, *([f"{facts} fact documents"] if facts else [])]
     made = f"moonpool c2c fit --kind {kind.value} --seed {seed} --tokens {tokens} --steps {steps} --facts {facts}"
     made += f" --variant {variant.value} --choose {choose.value}" if kind is Kind.LINEAR else ""
+    dtype = getattr(torch, storage.value)
     bundle = write_bundle(
         out,
-        projector,
+        for_storage(projector, pair[0], documents.train, dtype),
         pair[0].spec,
         pair[1].spec,
-        dtype=getattr(torch, storage.value),
+        dtype=dtype,
         training_data=data,
         created_by=made,
     )
