@@ -1,0 +1,1 @@
+"""The conductor's HTTP face: `front` proxies generation as raw bytes, `app` has everything else."""
