@@ -119,7 +119,7 @@ class TokenReader:
             case [str(text)]:
                 return self._encode(text, special=True)
             case [int(), *_]:
-                return body.prompt
+                return list(body.prompt)
             case [[int(), *_] as ids]:
                 return ids
         raise RequestError("one prompt a request", fix="Send `messages`, a string, or one list of token ids.")
