@@ -9,18 +9,24 @@ from typing import Any
 
 import msgspec
 import pytest
+import typer
 from prometheus_client.core import Metric
 
+from moonpool.c2c.commands import app as c2c_app
+from moonpool.c2c.converter import Converter
 from moonpool.cli import engine, pool
 from moonpool.cli.settings import default_of, field_of
 from moonpool.config import to_bytes
+from moonpool.engine.metrics import EngineMetrics
 from moonpool.integrations.mooncake_api.commands import client, master
-from moonpool.metrics import MasterMetrics, MessengerMetrics
+from moonpool.metrics import ConverterMetrics, MasterMetrics, MessengerMetrics
 from moonpool.ops import ports
 from moonpool.ops.metered import Metered
 from moonpool.ops.settings import MASTER, MESSENGER, MasterSettings, MessengerSettings, Option
+from moonpool.store.embedded import EmbeddedPool
 from moonpool.store.metadata.server import run_metadata
 from moonpool.system import ServerSection
+from tests.c2c.pairs import config, model, rule
 from tests.ops.support import small_pool
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +107,24 @@ def test_the_metrics_list_is_that_of_the_code(tmp_path: Path) -> None:
             families += collector.collect()
     code = {f"`{f.name}{'_total' if f.type == 'counter' else ''}`": f.documentation for f in families}
     assert documented == code
+
+
+def test_the_metrics_of_engine_and_converter_are_those_of_the_code() -> None:
+    documented = {row[0].strip("`") for head in ("engine's metric", "converter's metric") for row in rows(head)}
+    with EmbeddedPool(1 << 20) as pool:
+        converter = ConverterMetrics(Converter(pool, config(rule(model("a"), model("b")))))  # not started: no thread
+        text = EngineMetrics({}, (converter,)).text().decode()
+    assert documented == set(re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE))
+
+
+def test_what_is_said_of_single_metrics_is_of_such_as_there_are() -> None:
+    listed = {row[0].strip("`") for head in ("metric", "engine's metric", "converter's metric") for row in rows(head)}
+    assert set(re.findall(r"\bmoonpool_\w+[a-z]\b(?!_)", TEXT)) <= listed
+
+
+def test_the_commands_for_conversion_rules_and_bundles_are_those_of_the_code() -> None:
+    documented = {re.findall(r"`moonpool c2c ([\w-]+)", row[0])[0] for row in rows("c2c command")}
+    assert documented == set(typer.main.get_group(c2c_app).commands)
 
 
 def test_every_row_of_the_failure_table_names_tests_that_exist() -> None:
