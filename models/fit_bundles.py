@@ -35,7 +35,8 @@ from moonpool.c2c.fitting.mlp import MlpOptions, fit_mlp
 from moonpool.c2c.fitting.prepare import FitOptions
 from moonpool.c2c.fitting.ridge import fit_linear
 from moonpool.c2c.fitting.rounding import for_storage
-from moonpool.c2c.judging.evaluate import EvalOptions, Evaluator, evaluate
+from moonpool.c2c.judging.evaluate import LONG, EvalOptions, Evaluator, evaluate
+from moonpool.c2c.judging.page import page
 from moonpool.c2c.judging.report import Report, markdown, table, to_json
 from moonpool.c2c.projectors.base import Projector
 
@@ -43,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ["Python standard library documentation (training part)", "generated facts and chats"]
 Pair: TypeAlias = tuple[CaptureStore, CaptureStore]
 LENGTH, PREFIX, PAGE = 512, 448, 16
-CHOOSE, REPORT, FACTS = 12, 24, 24
+CHOOSE, REPORT, FACTS, CHECKS = 12, 24, 24, 4
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Material:
     dense: list[Tensor]
     choose: list[Tensor]
     report: list[Tensor]
+    long: list[Tensor]
     facts: list[FactDocument]
 
 
@@ -104,7 +106,9 @@ def material(tokenizer: Any, documents: int, seed: int) -> Material:
     )
     facts = [writer.document(PREFIX, facts=12, questions=8, margin=PAGE) for _ in range(FACTS)]
     told = [dense(fit, rng) for _ in range(documents)]
-    return Material(rows(fit, rng, documents, teller), told, rows(choose, rng, CHOOSE, chooser), report, facts)
+    length = LONG * PREFIX + LENGTH - PREFIX
+    long = [last[i * length : (i + 1) * length] for i in range(min(CHECKS, len(last) // length))]
+    return Material(rows(fit, rng, documents, teller), told, rows(choose, rng, CHOOSE, chooser), report, long, facts)
 
 
 def sentences(texts: list[str], seed: int) -> list[str]:
@@ -157,7 +161,7 @@ def _stores(kept: Path, models: Path, names: tuple[str, str]) -> Pair:
 
 def judge(pair: Pair, m: Material, projector: Projector, other: Projector | None, seed: int) -> Report:
     options = EvalOptions(prefix=PREFIX, page_size=PAGE, seed=seed, texts=("held-out stdlib documentation",))
-    return evaluate(Evaluator(*pair, projector, options, other), m.report, m.facts, Console(stderr=True))
+    return evaluate(Evaluator(*pair, projector, options, other), m.report, m.facts, Console(stderr=True), m.long)
 
 
 def baselines(options: argparse.Namespace, pair: Pair, m: Material, console: Console) -> dict[str, Projector]:
@@ -215,7 +219,8 @@ def main() -> None:
 def add_report(bundle: Bundle, found: Report) -> Bundle:
     """The bundle with its report, which names the weights that it speaks of."""
     bound = msgspec.structs.replace(found, weights=bundle.sums[WEIGHTS])
-    return add_files(bundle, {"report.json": to_json(bound), "report.md": markdown(bound).encode()})
+    files = {"report.json": to_json(bound), "report.md": markdown(bound).encode(), "report.png": page(bound)}
+    return add_files(bundle, files)
 
 
 if __name__ == "__main__":

@@ -88,15 +88,22 @@ class Material:
     def _prose(self, count: int) -> list[Tensor]:
         return self._windows(self._prose_texts.__getitem__, len(self._prose_texts), count)
 
-    def _windows(self, text: Callable[[int], str], texts: int, count: int) -> list[Tensor]:
+    def long(self, count: int, length: int) -> list[Tensor]:
+        """Windows of `length` tokens of Python files."""
+        return self._windows(
+            lambda i: self._files[i].read_text(encoding="utf-8", errors="ignore"), len(self._files), count, length
+        )
+
+    def _windows(self, text: Callable[[int], str], texts: int, count: int, length: int = LENGTH) -> list[Tensor]:
         """One window at a random place of each text in turn."""
         rng, found, turn = self._rng("windows"), list[Tensor](), 0
+        characters = _CHARACTERS * length // LENGTH
         while len(found) < count and turn < 20 * max(texts, count):
             whole = text(turn % texts)
-            start = rng.randint(0, max(0, len(whole) - _CHARACTERS))
-            ids = self._encode(whole[start : start + _CHARACTERS])
-            if len(ids) >= LENGTH:
-                found.append(ids[:LENGTH])
+            start = rng.randint(0, max(0, len(whole) - characters))
+            ids = self._encode(whole[start : start + characters])
+            if len(ids) >= length:
+                found.append(ids[:length])
             turn += 1
         return found
 

@@ -27,6 +27,7 @@ from moonpool.c2c.fitting.prepare import FitOptions
 from moonpool.c2c.fitting.ridge import fit_linear
 from moonpool.c2c.fitting.rounding import for_storage
 from moonpool.c2c.fitting.trunk import fit_trunk
+from moonpool.c2c.judging.report import Kind
 from moonpool.c2c.projectors.base import Projector
 from recipes.material import PREFIX, Material
 
@@ -34,7 +35,7 @@ LARGE, SMALL = "qwen2.5-coder-1.5b-instruct", "qwen2.5-coder-0.5b-instruct"
 TRAIN = {"code": 200, "prose": 100, "chat": 100, "facts": 80}
 CHOOSE = 6
 """Held-out documents of each kind that choose λ and the step that is kept; the report's come behind them."""
-REPORTED = ("code", "prose", "chat")
+REPORTED: tuple[Kind, ...] = ("code", "prose", "chat")
 DATA = [
     "Python files of the standard library, sympy, networkx and numpy (recipes/material.py, training side)",
     "docstrings of the same and the chapters of Python's language reference",

@@ -18,12 +18,12 @@ from moonpool import paths
 from moonpool.c2c.bundle import open_bundle
 from moonpool.c2c.cost import prefill_flops
 from moonpool.c2c.gate import Thresholds, judge
-from moonpool.c2c.judging.report import Report
+from moonpool.c2c.judging.report import Kind, Report
 from moonpool.c2c.projectors.base import Projector
 from moonpool.c2c.signature import load_spec
 from moonpool.testing.damage import damage
 
-Judge = Callable[[Projector, str], Report]
+Judge = Callable[[Projector, Kind], Report]
 """The evaluator on one map and one kind of documents."""
 CONTEXT = 1024
 
@@ -42,7 +42,8 @@ def measure(pair: Pair, documents: int) -> dict[str, float]:
         rows.append((name, *_row(other, _share(pair, other), report)))
         found[f"{pair.label}_kl_{folder.name.rsplit('-', 1)[-1]}"] = report.arm("mapped").kl_mean
     if pair.label == "qwen_l2s":
-        found |= _on_text([judged(shipped, kind) for kind in ("prose", "chat")])
+        kinds: tuple[Kind, ...] = ("prose", "chat")
+        found |= _on_text([judged(shipped, kind) for kind in kinds])
         found["qwen_l2s_flop_fraction"] = share
     heads = ("map", "MFLOP/token", "of prefill", "KL", "top-1", "recovery", "exact answers ÷ native", "wrong document")
     figures.show(f"{pair.source} → {pair.target}", rows, heads)
@@ -53,8 +54,9 @@ def _judge(pair: Pair, documents: int) -> Judge:
     if pair.name == "bundled":
         return lambda projector, _kind: fit_bundles.judge_one(projector, pair.source, pair.target)
     opened = qwen.open_pair(pair.direction, 0, torch.float32, {})
+    facts = {"code": recipes_judge.FACTS}
     return lambda projector, kind: recipes_judge.judge(
-        opened, kind, projector, documents=documents, facts=documents if kind == "code" else 0
+        opened, kind, projector, documents=documents, facts=facts.get(kind, 0)
     )
 
 

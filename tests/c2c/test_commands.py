@@ -63,15 +63,26 @@ def test_fit_then_eval_side_by_side(place: Path) -> None:
     assert report == read_report(place / "o" / "report.json")
     assert {"native", "mapped", "compare", "no_context"} <= {a.name for a in report.arms}
     assert report.protocol.documents == 2
+    assert report.by_length
+    assert report.turns
+    assert report.generation_retention is not None
+    assert (place / "o" / "report.png").read_bytes().startswith(b"\x89PNG")
+    run(
+        place, "eval", "--bundle", f"{place}/linear", "--facts", "1", "--kind", "code", "--compute", "bfloat16", "--checks", "0",
+        "--into-bundle",
+    )  # fmt: skip
+    other = read_report(place / "linear" / "report-code.json")
+    assert (other.kind, other.protocol.compute, other.by_length) == ("code", "bfloat16", [])
+    assert open_bundle(place / "linear").sums["report.json"]  # the main report stays
 
 
-@pytest.mark.parametrize("variant", ["head-local", "trunk"])
+@pytest.mark.parametrize("variant", ["head-local", "trunk", "look-back"])
 def test_variants_are_bundles_that_can_be_judged(place: Path, variant: str) -> None:
     shown = run(place, "fit", "--out", f"{place}/{variant}", "--tokens", "1024", "--variant", variant, "--rank", "16")
     assert "error: of the attention output" in shown
     made = open_bundle(place / variant)
     assert made.manifest.kind == variant.replace("-", "")
-    run(place, "eval", "--bundle", f"{place}/{variant}", "--facts", "1")
+    run(place, "eval", "--bundle", f"{place}/{variant}", "--facts", "1", "--checks", "0")
 
 
 def test_a_second_fit_may_ask_for_other_things(place: Path) -> None:

@@ -15,6 +15,7 @@ from moonpool.c2c.fitting.capture import KV, CaptureStore, CausalModel
 from moonpool.c2c.judging import checks
 from moonpool.c2c.judging.arms import shuffled_keys
 from moonpool.c2c.judging.evaluate import EvalOptions, Evaluator, evaluate
+from moonpool.c2c.judging.page import page
 from moonpool.c2c.judging.report import Report, bound, from_json, markdown, to_json
 from moonpool.errors import BundleCorrupt
 from tests.c2c.test_evaluate import LAYERS, identity, swapped_heads
@@ -202,6 +203,12 @@ def test_an_older_report_is_read(sound: Report) -> None:
     assert (old.long, old.turns, old.kind, old.weights) == (None, [], "text", "")
     assert old.arms == sound.arms
     markdown(old)
+
+
+def test_a_report_is_a_page_of_plots(broken: Report) -> None:
+    assert page(broken).startswith(b"\x89PNG")
+    bare = msgspec.structs.replace(broken, by_length=[], long=None, by_position=[])  # an older one
+    assert page(bare).startswith(b"\x89PNG")
 
 
 def test_what_is_measured_is_told(broken: Report) -> None:

@@ -16,7 +16,7 @@ from moonpool.c2c.fitting.capture import CaptureStore
 from moonpool.c2c.fitting.facts import FactWriter
 from moonpool.c2c.gate import GateRefused, Thresholds, Verdict, examine, judge
 from moonpool.c2c.judging.evaluate import EvalOptions, Evaluator, evaluate
-from moonpool.c2c.judging.report import Arm, Protocol, Report, to_json
+from moonpool.c2c.judging.report import Arm, LengthCheck, Protocol, Report, to_json
 from moonpool.c2c.loading import load_conversion
 from moonpool.c2c.projectors.identity import IdentityParameters, IdentityProjector
 from moonpool.c2c.projectors.linear import LinearParameters, LinearProjector
@@ -106,6 +106,29 @@ def test_what_is_not_demanded_is_judged_where_it_is_there() -> None:
 def test_a_measure_that_only_some_reports_have_can_be_demanded() -> None:
     said = judge(report(), Thresholds(demand=("generation", "long"))).failures
     assert [s.partition(":")[0] for s in said] == ["generation", "long"]
+
+
+def test_generation_counts_only_where_it_is_demanded() -> None:
+    low = replace(report(), generation_retention=0.2)
+    assert judge(low, Thresholds()).passed
+    (failure,) = judge(low, Thresholds(demand=("generation",))).failures
+    assert failure == "generation: needed >= 0.5, is 0.2"
+
+
+def test_the_check_at_a_multiple_of_the_length_is_judged_where_it_is_there() -> None:
+    def long(**changes: Any) -> Report:
+        return replace(
+            report(), long=LengthCheck(**{"tokens": 256, "documents": 2, "kl_mean": 0.1, "top1": 0.92, **changes})
+        )
+
+    assert judge(long(), Thresholds()).passed
+    assert judge(long(recovery=0.95), Thresholds()).passed
+    said = judge(long(kl_mean=0.3, top1=0.7, recovery=0.5), Thresholds()).failures
+    assert said == [
+        "long kl_mean: needed <= 0.275, is 0.3",
+        "long top1: needed >= 0.81, is 0.7",
+        "long recovery: needed >= 0.81, is 0.5",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@
     report.json            the evaluator's findings (optional)
     report.md              the same, to read (optional)
     report-<kind>.json/md  further reports, on code, prose or chat (optional)
+    report.png             the first report as a page of plots (optional)
     SHA256SUMS             sha256 of each file above; the bundle's digest is the sha256 of this file, cut to 32 hex digits
 
 Adding a report therefore gives a new digest: a report is bound to the weights that it speaks of, and a rule that names the old
@@ -43,7 +44,7 @@ MANIFEST, WEIGHTS, SUMS = "manifest.json", "weights.safetensors", "SHA256SUMS"
 KINDS = ("code", "prose", "chat")
 """Kinds of text that a bundle may carry further reports on."""
 FILES = frozenset(
-    {MANIFEST, WEIGHTS, "report.json", "report.md"}
+    {MANIFEST, WEIGHTS, "report.json", "report.md", "report.png"}
     | {f"report-{kind}.{ending}" for kind in KINDS for ending in ("json", "md")}
 )
 """All that a bundle may contain; any other name is refused."""

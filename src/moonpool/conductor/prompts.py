@@ -121,7 +121,7 @@ class TokenReader:
             case [int(), *_]:
                 return list(body.prompt)
             case [[int(), *_] as ids]:
-                return ids
+                return [int(i) for i in ids]
         raise RequestError("one prompt a request", fix="Send `messages`, a string, or one list of token ids.")
 
     def _encode(self, text: str, *, special: bool) -> Sequence[int]:

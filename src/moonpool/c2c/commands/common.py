@@ -14,7 +14,9 @@ from moonpool import paths
 from moonpool.errors import MoonpoolError
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
+    from torch import Tensor
 
     from moonpool.c2c.fitting.capture import CaptureStore
     from moonpool.c2c.fitting.documents import Split
@@ -74,17 +76,21 @@ def text_files(text: list[Path]) -> list[Path]:
     return [f for p in text for f in (sorted(c for c in p.iterdir() if c.suffix in _SUFFIXES) if p.is_dir() else [p])]
 
 
-def open_stores(source: str, target: str, work: Path | None, device: str = "cpu") -> Pair:
-    """Captures of both models, which run on `device` where a document is missing. Raises ConversionRefused if they do not share a
-    tokenizer."""
+def open_stores(
+    source: str, target: str, work: Path | None, device: str = "cpu", dtype: torch.dtype | None = None
+) -> Pair:
+    """Captures of both models, which run on `device` and in `dtype` (fp32 if not given) where a document is missing. Raises
+    ConversionRefused if they do not share a tokenizer."""
+    from torch import float32
+
     from moonpool.c2c.fitting.capture import CaptureStore
     from moonpool.c2c.signature import check_pair
 
     folder = work or paths.cache_dir() / "captures"
     folders = paths.find_model(source), paths.find_model(target)
-    pair = CaptureStore(folder, folders[0], device=device), CaptureStore(folder, folders[1], device=device)
-    check_pair(pair[0].spec, pair[1].spec)
-    return pair
+    one, two = (CaptureStore(folder, f, dtype or float32, device) for f in folders)
+    check_pair(one.spec, two.spec)
+    return one, two
 
 
 def split_texts(pair: Pair, text: list[Path], tokens: int, seed: int, prefix: int, held: int) -> Split:
@@ -95,6 +101,21 @@ def split_texts(pair: Pair, text: list[Path], tokens: int, seed: int, prefix: in
     texts = read_texts(text_files(text))
     tokenizer = load_tokenizer(pair[1].folder)
     return split(texts, tokenizer, length=length, train_tokens=tokens, choose=_CHOOSE, report=held, seed=seed)
+
+
+def long_documents(pair: Pair, text: list[Path], judged: set[str], length: int, count: int, seed: int) -> list[Tensor]:
+    """One window of `length` tokens each of up to `count` held-out texts that are long enough."""
+    import random
+
+    from moonpool.c2c.fitting.capture import load_tokenizer
+    from moonpool.c2c.fitting.documents import read_texts, windows
+
+    tokenizer, rng = load_tokenizer(pair[1].folder), random.Random(seed)
+    found: list[Tensor] = []
+    for one in read_texts(text_files(text)):
+        if one.label in judged and len(found) < count:
+            found += windows(one.content, tokenizer, length, rng, most=1)
+    return found
 
 
 def fact_documents(pair: Pair, prefix: int, count: int, seed: int, page_size: int = 16) -> list[FactDocument]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import Enum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +18,7 @@ from moonpool.c2c.commands.common import (
     Texts,
     Work,
     fact_documents,
+    long_documents,
     one_line,
     open_console,
     open_stores,
@@ -27,7 +30,20 @@ if TYPE_CHECKING:
     from moonpool.c2c.bundle import Bundle
     from moonpool.c2c.commands.common import Pair
     from moonpool.c2c.fitting.documents import Split
+    from moonpool.c2c.judging.report import Report
     from moonpool.c2c.projectors.base import Projector
+
+
+class Kind(Enum):
+    TEXT = "text"
+    CODE = "code"
+    PROSE = "prose"
+    CHAT = "chat"
+
+
+class Compute(Enum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
 
 
 @one_line
@@ -42,11 +58,21 @@ def evaluate(
     seed: Seed = 0,
     held: Held = 12,
     facts: Annotated[int, typer.Option(min=0, help="fact documents")] = 8,
-    out: Annotated[Path | None, typer.Option(help="folder for report.json and report.md")] = None,
+    checks: Annotated[int, typer.Option(min=0, help="documents for the measures that take many passes")] = 4,
+    generate: Annotated[int, typer.Option(min=1, help="tokens of a greedy answer, for the retention")] = 32,
+    kind: Annotated[
+        Kind, typer.Option(help="of the texts; code, prose and chat go into reports of their own")
+    ] = Kind.TEXT,
+    compute: Annotated[Compute, typer.Option(help="arithmetic of both models")] = Compute.FLOAT32,
+    out: Annotated[Path | None, typer.Option(help="folder for report.json, report.md and report.png")] = None,
     into_bundle: Annotated[bool, typer.Option("--into-bundle", help="put the report into the bundle")] = False,
     work: Work = None,
 ) -> None:
-    """Judge a bundle on held-out text against the native cache and against controls."""
+    """Judge a bundle on held-out text against the native cache and against controls.
+
+    Texts of four times the prefix give the check at four times the length, where there are any among those held out.
+    """
+    import torch
     from msgspec.structs import replace
     from rich.console import Console
 
@@ -55,24 +81,44 @@ def evaluate(
     from moonpool.c2c.judging import report as reports
 
     console = open_console()
-    pair = open_stores(source, target, work)
+    pair = open_stores(source, target, work, dtype=getattr(torch, compute.value))
     parts = split_texts(pair, text, 0, seed, prefix, held)
     options = judge.EvalOptions(
-        prefix=prefix, continuation=CONTINUATION, page_size=page_size, seed=seed, texts=tuple(parts.judged)
+        prefix=prefix,
+        continuation=CONTINUATION,
+        page_size=page_size,
+        seed=seed,
+        texts=tuple(parts.judged),
+        kind=kind.value,
+        checks=checks,
+        generate=generate,
     )
     opened = open_bundle(bundle)
     other = _checked(open_bundle(compare), pair, page_size, parts) if compare else None
     evaluator = judge.Evaluator(*pair, _checked(opened, pair, page_size, parts), options, other)
-    found = judge.evaluate(evaluator, parts.report, fact_documents(pair, prefix, facts, seed, page_size), console)
-    found = replace(found, weights=opened.sums[WEIGHTS])
+    asked = fact_documents(pair, prefix, facts, seed, page_size)
+    long = long_documents(pair, text, set(parts.judged), options.long_tokens, checks, seed)
+    found = replace(judge.evaluate(evaluator, parts.report, asked, console, long), weights=opened.sums[WEIGHTS])
     Console().print(reports.table(found))
-    files = {"report.json": reports.to_json(found), "report.md": reports.markdown(found).encode()}
+    files = _files(found)
     if out:
         out.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (out / name).write_bytes(content)
     if into_bundle:
         console.print(f"{bundle}: with the report, bundle {add_files(opened, files).digest}")
+
+
+def _files(found: Report) -> dict[str, bytes]:
+    """By the names that a bundle has for them; the page of plots where matplotlib is installed, for the main report."""
+    from moonpool.c2c.judging import report as reports
+    from moonpool.c2c.judging.page import page
+
+    name = "report" if found.kind == "text" else f"report-{found.kind}"
+    files = {f"{name}.json": reports.to_json(found), f"{name}.md": reports.markdown(found).encode()}
+    if name == "report" and find_spec("matplotlib"):
+        files["report.png"] = page(found)
+    return files
 
 
 def _checked(bundle: Bundle, pair: Pair, page_size: int, parts: Split) -> Projector:

@@ -40,12 +40,13 @@ from moonpool.c2c.fitting.distil_inputs import Inputs
 from moonpool.c2c.fitting.distil_lessons import Cut, Lesson, Lessons, cut, schedule
 from moonpool.c2c.fitting.distil_options import DistilOptions
 from moonpool.c2c.fitting.distil_pupils import Pupil, pupil_of
-from moonpool.c2c.fitting.distil_record import Progress, Record, optimiser_tensors, plotting, restore_optimiser
+from moonpool.c2c.fitting.distil_record import Progress, Record, optimiser_tensors, restore_optimiser
 from moonpool.c2c.fitting.distil_target import FrozenTarget
 from moonpool.c2c.fitting.distil_world import World, open_world, silent
 from moonpool.c2c.projectors.base import Projector
 from moonpool.errors import ConfigError
 from moonpool.keys import digest
+from moonpool.plotting import plotting
 
 __all__ = ["DistilOptions", "Distilled", "Lesson", "Lessons", "distil"]
 

@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moonpool.errors import ConfigError, ConversionError
+from moonpool.errors import ConversionError
+from moonpool.plotting import plotting
 
 STATE, METRICS, CURVES = "state.safetensors", "metrics.csv", "metrics.png"
 _BEST = "best."
@@ -116,18 +117,6 @@ class Record:
         axes.legend(fontsize=8)
         figure.savefig(self.folder / CURVES, dpi=130)
         plt.close(figure)
-
-
-def plotting() -> Any:
-    """matplotlib's pyplot, for files. Raises ConfigError where it is missing."""
-    try:
-        import matplotlib
-    except ImportError as e:
-        raise ConfigError("curves need matplotlib", fix="pip install moonpool[plots]") from e
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def _curve(rows: list[dict[str, str]], column: str) -> tuple[list[int], list[float]]:
