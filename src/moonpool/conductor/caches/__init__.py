@@ -5,8 +5,22 @@ from __future__ import annotations
 from moonpool.conductor.caches.base import Access, BlockCache, Factory
 from moonpool.conductor.caches.queues import FIFO, LRU, S3FIFO
 from moonpool.conductor.caches.ranked import LFU, Belady, LengthAware
+from moonpool.conductor.caches.survival import Survival
 
-__all__ = ["FIFO", "LFU", "LRU", "NAMES", "S3FIFO", "Access", "Belady", "BlockCache", "Factory", "LengthAware", "named"]
+__all__ = [
+    "FIFO",
+    "LFU",
+    "LRU",
+    "NAMES",
+    "S3FIFO",
+    "Access",
+    "Belady",
+    "BlockCache",
+    "Factory",
+    "LengthAware",
+    "Survival",
+    "named",
+]
 
 _MAKERS: dict[str, Factory] = {
     "lru": LRU,
@@ -14,6 +28,7 @@ _MAKERS: dict[str, Factory] = {
     "length_aware": LengthAware,
     "fifo": FIFO,
     "s3fifo": S3FIFO,
+    "survival": Survival,
 }
 NAMES = tuple(_MAKERS)
 
