@@ -173,6 +173,7 @@ class Engine:
             return
         job = here.running
         assert job is not None
+        self._tell(instance, [], job.change.evicted, now)
         sent = here.nic.send(now, self._machine.transfer_s(job.arrival.tokens))
         self._at(end, lambda now: self._prefilled(instance, job, sent, now))
 
@@ -182,8 +183,7 @@ class Engine:
         here = self._prefill[instance]
         here.running = None
         job.first_token = now
-        change = here.cache.access(job.arrival.keys, now)
-        self._tell(instance, change.added, change.evicted, now)
+        self._tell(instance, job.change.added, [], now)
         job.booking.first_token(now)
         self._start(instance, now)
         self._at(max(now, sent), lambda now: self._join(job, now))

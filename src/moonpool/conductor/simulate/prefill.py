@@ -6,7 +6,7 @@ from collections import deque
 
 import msgspec
 
-from moonpool.conductor.caches import BlockCache
+from moonpool.conductor.caches import Access, BlockCache
 from moonpool.conductor.simulate.brain import Booking
 from moonpool.conductor.simulate.machine import Machine
 from moonpool.conductor.simulate.trace import Arrival
@@ -20,6 +20,7 @@ class Job:
         "arrival",
         "booking",
         "cached",
+        "change",
         "ended",
         "first_token",
         "moved",
@@ -38,6 +39,7 @@ class Job:
         self.started = self.first_token = 0.0
         self.cached = 0
         """Tokens that need not be computed."""
+        self.change = Access(0, [], [])
         self.ended = False
 
 
@@ -70,13 +72,15 @@ class PrefillInstance:
     def start(self, now: float) -> float | None:
         """Begin with the first of the queue whose blocks have come; its end, or None where there is nothing to begin.
 
-        What the plan hoped for may have been evicted meanwhile: what is there now counts.
+        What the plan hoped for may have been evicted meanwhile: what is there now counts. Room for the prompt's blocks is made now,
+        and nobody else can read them before the prefill ends.
         """
         if self.running is not None or not self.queue or self.queue[0].ready > now:
             return None
         job = self.running = self.queue.popleft()
         block = job.request.block_size
-        depth = self.cache.depth(job.arrival.keys)
+        job.change = self.cache.access(job.arrival.keys, now)
+        depth = job.change.hits
         if job.moved[0] <= depth:
             depth = max(depth, job.moved[1])
         job.cached = min(depth * block, job.arrival.tokens - 1)
