@@ -122,6 +122,13 @@ class PrefixIndex:
             gone.append(held.popitem(last=False)[0])
         self.remove(instance, gone, Plane.GUESS)
 
+    def forget(self, instance: InstanceId, keys: Sequence[int]) -> None:
+        """Drop guesses that will not come true."""
+        held = self._guesses.get(instance)
+        if held is not None:
+            gone = [k for k in keys if held.pop(k, None) is not None]
+            self.remove(instance, gone, Plane.GUESS)
+
     def expire(self, now: float) -> None:
         """Drop guesses whose time is over."""
         while self._due and self._due[0][0] <= now:
