@@ -29,9 +29,11 @@ demo-qwen: setup
 up: setup
 	@$(BIN)/moonpool up
 
+# Two processes of one torch thread each, whole files to each: leak checks look at their own process, ports are given by the system.
+test: export OMP_NUM_THREADS ?= 1
 test: export OMP_WAIT_POLICY ?= PASSIVE
 test: setup
-	@$(BIN)/python -m pytest -m 'not slow'
+	@$(BIN)/python -m pytest -m 'not slow' --numprocesses 2 --dist loadfile
 
 test-slow: setup
 	@$(BIN)/python -m pytest -m slow -rs --timeout 1800

@@ -293,6 +293,7 @@ save_file(found.projector.tensors(), out / f"{len(list(out.glob('*.pid')))}-{__i
 """
 
 
+@pytest.mark.slow  # three processes that import torch
 def test_two_processes_are_one_with_twice_the_batch(stores: Stores, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -304,7 +305,7 @@ def test_two_processes_are_one_with_twice_the_batch(stores: Stores, tmp_path: Pa
         [*torchrun, str(script), str(stores[0].folder.parent), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         env={"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
