@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.conductor.index import PrefixIndex
-from moonpool.conductor.ledger import Ledger
+from moonpool.conductor.ledger import Lease, Ledger
 from moonpool.conductor.perf import Correction, PerfModel
 from moonpool.conductor.types import Chain, Depth, InstanceId, Random, Request, Role
 
@@ -52,6 +52,14 @@ class Cluster:
 
     def view(self, now: float) -> View:
         return View(self, now)
+
+    # -- what admission asks (`admission.DecodeSets`)
+
+    def decoding(self, instance: InstanceId) -> Sequence[Lease]:
+        return self.ledger.decoding(instance)
+
+    def step_s(self, instance: InstanceId, batch: int, context: int) -> float:
+        return self.members[instance].perf.step_s(batch, context)
 
 
 class View:
