@@ -59,9 +59,9 @@ class Dynamo(_Scored):
 
 
 class SGLangCacheAware(_Scored):
-    """SGLang router's cache_aware: out of balance (max − min > 64 and max > 1.5 min requests) → shortest queue; else the best match, if
-    it is over .3 of the prompt; else the smallest tree, which our view knows as the instance that holds least of this prompt and
-    works least."""
+    """SGLang router's cache_aware: out of balance (max − min > 64 and max > 1.5 min requests) → shortest queue; else the best match,
+    if it is over .3 of the prompt; else the smallest tree, which our view knows as the instance that holds least of this prompt
+    and works least."""
 
     name = "sglang"
 
