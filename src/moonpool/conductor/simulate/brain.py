@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from moonpool.conductor.types import InstanceId, Plan, Refusal, Request
+
+
+class Copy(NamedTuple):
+    """A hot prefix goes to one more cache."""
+
+    source: InstanceId
+    target: InstanceId
+    keys: tuple[int, ...]
 
 
 class Booking(Protocol):
@@ -42,4 +50,8 @@ class Brain(Protocol):
 
     def joined(self, instance: InstanceId, now: float) -> None:
         """It is back, empty."""
+        ...
+
+    def copies(self, now: float) -> Sequence[Copy]:
+        """Prefixes to replicate now."""
         ...

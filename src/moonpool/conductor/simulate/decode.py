@@ -45,7 +45,7 @@ class DecodeInstance:
 
     @property
     def step_s(self) -> float:
-        return self._machine.decode_step_s(len(self._ends), self._context) if self._ends else 0.0
+        return self._machine.perf.step_s(len(self._ends), int(self._context)) if self._ends else 0.0
 
     def join(self, member: Member, now: float) -> None:
         """Joins at once where there is room for its prompt and answer, else when others have left. A member that is larger than the

@@ -80,6 +80,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     watched: tuple[int, ...] = ()
     """Blocks whose replicas are counted at each look."""
     failures: tuple[Failure, ...] = ()
+    replicate_s: float = 0.0
+    """Between two looks for hot prefixes; 0 for none."""
 
     @property
     def prefill_ids(self) -> list[InstanceId]:
@@ -113,6 +115,8 @@ class Engine:
             self._at(failure.back_at, partial(self._come_back, failure.instance))
         if self._setup.sample_s:
             self._at(0.0, lambda now: self._look(now, trace.seconds))
+        if self._setup.replicate_s:
+            self._at(self._setup.replicate_s, partial(self._replicate, trace.seconds))
         for number, arrival in enumerate(trace.arrivals):
             self._run_until(arrival.at)
             self._arrive(number, arrival)
@@ -151,18 +155,40 @@ class Engine:
             )
             return
         job = self._jobs[number] = Job(number, arrival, request, answer)
-        for transfer in answer.plan.transfers:
-            source = self._prefill.get(transfer.source)
-            if source is None or not source.up:
-                continue
-            tokens = min(transfer.last * BLOCK, arrival.tokens) - transfer.first * BLOCK
-            job.ready = max(job.ready, source.nic.send(now, self._machine.transfer_s(tokens)))
-            job.moved = (transfer.first, transfer.last)
+        self._move(job, now)
         target = answer.plan.prefill
         self._prefill[target].queue.append(job)
         if job.ready > now:
             self._at(job.ready, lambda now: self._start(target, now))
         self._start(target, now)
+
+    def _move(self, job: Job, now: float) -> None:
+        """Send what the plan wants moved, as far as it is where the plan thinks it is."""
+        for transfer in job.booking.plan.transfers:
+            source = self._prefill.get(transfer.source)
+            if source is None or not source.up:
+                continue
+            last = min(transfer.last, source.ready_depth(job.arrival.keys))
+            if last <= transfer.first:
+                continue
+            tokens = min(last * BLOCK, job.arrival.tokens) - transfer.first * BLOCK
+            job.ready = max(job.ready, source.nic.send(now, self._machine.perf.transfer_s(tokens)))
+            job.moved = (transfer.first, last)
+
+    def _replicate(self, last: float, now: float) -> None:
+        for copy in self._brain.copies(now):
+            source = self._prefill[copy.source]
+            keys = copy.keys[: source.ready_depth(copy.keys)]
+            if source.up and keys:
+                arrives = source.nic.send(now, self._machine.perf.transfer_s(len(keys) * BLOCK))
+                self._at(arrives, partial(self._copied, copy.target, keys))
+        if now + self._setup.replicate_s <= last:
+            self._at(now + self._setup.replicate_s, partial(self._replicate, last))
+
+    def _copied(self, target: InstanceId, keys: Sequence[int], now: float) -> None:
+        if self._prefill[target].up:
+            change = self._prefill[target].cache.access(keys, now)
+            self._tell(target, change.added, change.evicted, now)
 
     def _start(self, instance: InstanceId, now: float) -> None:
         here = self._prefill[instance]
@@ -174,7 +200,7 @@ class Engine:
         job = here.running
         assert job is not None
         self._tell(instance, [], job.change.evicted, now)
-        sent = here.nic.send(now, self._machine.transfer_s(job.arrival.tokens))
+        sent = here.nic.send(now, self._machine.perf.transfer_s(job.arrival.tokens))
         self._at(end, lambda now: self._prefilled(instance, job, sent, now))
 
     def _prefilled(self, instance: InstanceId, job: Job, sent: float, now: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
@@ -67,7 +68,7 @@ class PrefillInstance:
     @property
     def work_s(self) -> float:
         """Of what waits, as if nothing were cached: for plots."""
-        return sum(self._machine.prefill_s(j.arrival.tokens, 0) for j in self.queue)
+        return sum(self._machine.perf.prefill_s(j.arrival.tokens, 0) for j in self.queue)
 
     def start(self, now: float) -> float | None:
         """Begin with the first of the queue whose blocks have come; its end, or None where there is nothing to begin.
@@ -85,10 +86,18 @@ class PrefillInstance:
             depth = max(depth, job.moved[1])
         job.cached = min(depth * block, job.arrival.tokens - 1)
         job.started = now
-        seconds = self._machine.prefill_s(job.arrival.tokens, job.cached)
+        seconds = self._machine.perf.prefill_s(job.arrival.tokens, job.cached)
         self.busy_s += seconds
         job.booking.started(now)
         return now + seconds
+
+    def ready_depth(self, keys: Sequence[int]) -> int:
+        """Blocks from the start that are there and computed."""
+        depth = self.cache.depth(keys)
+        if self.running is None:
+            return depth
+        coming = set(self.running.change.added)
+        return next((i for i in range(depth) if keys[i] in coming), depth)
 
     def stop(self) -> list[Job]:
         """The instance died: the jobs that were here."""
