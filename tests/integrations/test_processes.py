@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,10 +23,11 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture
-def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with no_leaks():
-        peers = Peers(tmp_path)
+def peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
+    """Their folder has a short name: a Unix socket's path holds 107 bytes, and the drop-in's own names are long."""
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder, no_leaks():
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        peers = Peers(Path(folder))
         yield peers
         peers.close()
 
