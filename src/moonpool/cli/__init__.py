@@ -10,7 +10,7 @@ import typer
 
 from moonpool import telemetry
 from moonpool.c2c.commands import app as c2c_app
-from moonpool.cli import admin, engine, pool, rules
+from moonpool.cli import admin, conductor, engine, pool, rules, simulate
 from moonpool.errors import MoonpoolError
 
 app = typer.Typer(
@@ -38,8 +38,10 @@ def common(
 pool.add_to(app)
 admin.add_to(app)
 engine.add_to(app)
+conductor.add_to(app)
 rules.add_to(c2c_app)
 app.add_typer(c2c_app, name="c2c")
+app.add_typer(simulate.app, name="simulate")
 
 
 def main() -> None:

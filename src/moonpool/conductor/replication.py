@@ -64,9 +64,9 @@ class Replication:
     def _rate(self, heat: _Heat, now: float) -> float:
         return float(heat.rate * 0.5 ** ((now - heat.at) / self._o.half_life_s))
 
-    def copies(self, view: ClusterView) -> list[Transfer]:
-        """What is worth sending now. Who asks, sends."""
-        found: list[Transfer] = []
+    def copies(self, view: ClusterView) -> list[tuple[Chain, Transfer]]:
+        """What is worth sending now, each with the chain that its blocks are of. Who asks, sends."""
+        found: list[tuple[Chain, Transfer]] = []
         fleet = view.instances("prefill")
         if len(fleet) < 2:
             return found
@@ -76,7 +76,7 @@ class Replication:
                 continue
             copy = self._copy(heat, view, mean)
             if copy is not None:
-                found.append(copy)
+                found.append((heat.chain, copy))
                 heat.copied = view.now
         return found
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import ipaddress
-import socket
 import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -15,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from moonpool.engine.app import EngineApp
 from moonpool.engine.instance import Instance
-from moonpool.errors import ConfigError
+from moonpool.wire.http import bind
 
 _GRACE_S = 5
 """Seconds that running answers get when the server stops."""
@@ -80,27 +77,6 @@ class ServerThread:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.stop()
-
-
-def bind(host: str, port: int, *, api_key: str) -> socket.socket:
-    """A listening TCP socket. Raises ConfigError: see `serve`."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except (OSError, OverflowError) as e:
-        raise ConfigError(f"no such address: {e}", key=f"{host}:{port}") from e
-    if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback and not api_key:
-        fix = "Set an API key, or bind 127.0.0.1."
-        raise ConfigError("other machines could reach this address and there is no API key", key=host, fix=fix)
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
-    except OSError as e:
-        listener.close()
-        why = f"port {port} is in use" if e.errno == errno.EADDRINUSE else f"cannot listen: {e.strerror}"
-        raise ConfigError(why, key=f"{host}:{port}", fix="Choose another port, or 0 for any free one.") from e
-    return listener
 
 
 def _server(instances: Mapping[str, Instance], api_key: str, collectors: Sequence[Collector]) -> uvicorn.Server:

@@ -13,6 +13,7 @@ MASTER_HTTP = 7780
 MESSENGER_HTTP = 7781
 METADATA = 8080
 ENGINE = 8000
+CONDUCTOR = 8100
 
 
 def tcp(text: str, default_port: int) -> str:

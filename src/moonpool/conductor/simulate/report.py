@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -19,6 +20,10 @@ from moonpool.conductor.simulate.trace import Trace, load, prefix_breaks
 from moonpool.errors import TraceError
 
 _KNOWN = ("conversation", "synthetic")
+
+
+Done: TypeAlias = Callable[[], None]
+"""Called after each run."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -42,7 +47,7 @@ def find_traces(folder: Path) -> dict[str, str]:
     return there
 
 
-def make(traces: dict[str, str], processes: int, started: Callable[[int], Callable[[], None]]) -> Report:
+def make(traces: dict[str, str], processes: int, started: Callable[[int], Done]) -> Report:
     """`started` is told how many runs there are, and answers what to call after each."""
     loaded = {name: load(Path(path)) for name, path in traces.items()}
     plan = Plan(traces, {name: hot_blocks(trace) for name, trace in loaded.items()})
