@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: setup demo demo-qwen up test test-slow test-faults check format bench bench-c2c bench-pool bench-store \
-	bench-transfer bench-disk bench-speculate conformance bundles fit-qwen clean
+	bench-transfer bench-disk bench-speculate conformance simulate-tables bundles fit-qwen clean
 
 setup: $(STAMP)
 
@@ -73,6 +73,11 @@ bench-store: setup
 
 bench-transfer: setup
 	@$(BIN)/python -m benchmarks.transfer
+
+# TRACES: a folder with the published traces (Mooncake's repository, FAST25-release/traces). Minutes.
+simulate-tables: setup
+	@test -n "$(TRACES)" || { echo "make simulate-tables TRACES=<folder with conversation_trace.jsonl, synthetic_trace.jsonl>"; exit 2; }
+	@$(BIN)/moonpool simulate tables --traces "$(TRACES)" --figures build/figures/simulate.json
 
 bench-disk: setup
 	@$(BIN)/python -m benchmarks.disk

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from moonpool.errors import ConfigError
 
@@ -15,8 +16,18 @@ if TYPE_CHECKING:
 
     from moonpool.conductor.simulate.case import Case, Summary
 
+
+class _TraceOrCommand(TyperGroup):
+    """`moonpool simulate TRACE` is `moonpool simulate run TRACE`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, args if args[0] in self.commands else ["run", *args])
+
+
 app = typer.Typer(
-    help="The conductor under a simulated clock: published traces, the paper's machines.", no_args_is_help=True
+    cls=_TraceOrCommand,
+    help="The conductor under a simulated clock: published traces, the paper's machines.",
+    no_args_is_help=True,
 )
 _WIDTH = 170
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -13,8 +14,18 @@ class Access(NamedTuple):
     hits: int
     """Blocks from the start that were there: what need not be computed."""
     added: list[int]
+    """Were not there before, and are."""
     evicted: list[int]
-    """In the order in which they went. A block may be in both lists: it came, and did not fit."""
+    """Were there before, and are not."""
+
+
+def access_of(hits: int, added: list[int], evicted: list[int]) -> Access:
+    """From all comings and goings: a block that came and did not fit, or went and came back, is as it was."""
+    if not evicted or set(added).isdisjoint(evicted):
+        return Access(hits, added, evicted)
+    net = Counter(added)
+    net.subtract(evicted)
+    return Access(hits, [k for k, n in net.items() if n > 0], [k for k, n in net.items() if n < 0])
 
 
 class BlockCache(ABC):

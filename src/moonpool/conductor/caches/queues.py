@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Container, Sequence
 
-from moonpool.conductor.caches.base import Access, BlockCache
+from moonpool.conductor.caches.base import Access, BlockCache, access_of
 
 
 class LRU(BlockCache):
@@ -40,7 +40,7 @@ class LRU(BlockCache):
                 order.move_to_end(key)
         while len(order) > self.capacity:
             evicted.append(order.popitem(last=False)[0])
-        return Access(hits, added, evicted)
+        return access_of(hits, added, evicted)
 
     def clear(self) -> None:
         self._order.clear()
@@ -93,7 +93,7 @@ class S3FIFO(BlockCache):
                 self._main.append(key)
             else:
                 self._small.append(key)
-        return Access(hits, added, evicted)
+        return access_of(hits, added, evicted)
 
     def _evict(self, evicted: list[int]) -> None:
         """Move blocks on until one is out."""

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TypeAlias
 
-from moonpool.conductor.caches.base import Access, BlockCache
+from moonpool.conductor.caches.base import Access, BlockCache, access_of
 
 Rank: TypeAlias = tuple[float, int]
 """Least goes first: a number of the policy's, then the time of the last touch, counted in touches."""
@@ -50,7 +50,7 @@ class Ranked(BlockCache):
         if len(self._heap) > _STALE_SHARE * len(self._rank) + 1024:
             self._heap = [(*rank, key) for key, rank in self._rank.items()]
             heapify(self._heap)
-        return Access(hits, added, evicted)
+        return access_of(hits, added, evicted)
 
     @abstractmethod
     def _number(self, key: int, position: int) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Hashable, Sequence
 
-from moonpool.conductor.caches.base import Access, BlockCache
+from moonpool.conductor.caches.base import Access, BlockCache, access_of
 from moonpool.conductor.caches.returns import BOUNDS, BUCKETS, Returns, Visit, bucket_of
 
 _REMEMBERED = 10
@@ -64,7 +64,7 @@ class Survival(BlockCache):
         evicted: list[int] = []
         while len(self._parent) > self.capacity:
             self._evict(evicted)
-        return Access(hits, added, evicted)
+        return access_of(hits, added, evicted)
 
     def _pass_time(self, now: float) -> None:
         self._accesses += 1
