@@ -83,14 +83,18 @@ class Counted:
     """A chain that counts how many keys were asked for."""
 
     def __init__(self, keys: list[int]) -> None:
-        self.keys, self.asked = keys, set[int]()
+        self._keys, self.asked = keys, set[int]()
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self._keys)
 
     def key(self, at: int) -> int:
         self.asked.add(at)
-        return self.keys[at]
+        return self._keys[at]
+
+    def keys(self) -> list[int]:
+        self.asked.update(range(len(self)))
+        return self._keys
 
 
 def test_a_long_prompt_costs_a_logarithm() -> None:

@@ -74,6 +74,11 @@ class TokenChain:
             keys.append(parent)
         return keys[index]
 
+    def keys(self) -> Sequence[int]:
+        if self._count:
+            self.key(self._count - 1)
+        return self._keys
+
 
 class KeyChain:
     """Keys that are known already: a trace's, or an engine's events'."""
@@ -88,3 +93,6 @@ class KeyChain:
 
     def key(self, index: int) -> int:
         return self._keys[index]
+
+    def keys(self) -> Sequence[int]:
+        return self._keys

@@ -73,7 +73,7 @@ class View:
 
     def least_loaded(self, role: Role, count: int) -> Sequence[InstanceId]:
         ledger, members = self._c.ledger, self._c.members
-        want = min(len(members), 2 * count + 4)
+        want = min(len(members), count)
         while True:
             found = ledger.least_prefill(want, self.now) if role == "prefill" else ledger.least_decode(want)
             taken = [i for i in found if i in members and members[i].open]

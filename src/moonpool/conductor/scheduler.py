@@ -102,9 +102,7 @@ class Scheduler:
         return lease
 
     def _guess(self, request: Request, plan: Plan, now: float, for_s: float) -> None:
-        chain = request.chain
-        held = plan.own_tokens // request.block_size
-        keys = [chain.key(i) for i in range(len(chain))] if held < len(chain) else []
+        keys = request.chain.keys()
         if keys and plan.prefill in self.cluster.members:
             self.cluster.index.guess(plan.prefill, keys, now, for_s)
 
@@ -124,7 +122,7 @@ class Scheduler:
         instance = booked.plan.prefill
         if instance in self.cluster.members:
             held = booked.plan.own_tokens // request.block_size
-            self.cluster.index.forget(instance, [request.chain.key(i) for i in range(held, len(request.chain))])
+            self.cluster.index.forget(instance, request.chain.keys()[held:])
 
     def _note(self, request: Request, now: float, plan: Plan | None = None, refusal: Refusal | None = None) -> None:
         self.log.append(

@@ -27,6 +27,10 @@ class Chain(Protocol):
         """Key of block `index`. May be computed only now."""
         ...
 
+    def keys(self) -> Sequence[int]:
+        """All of them, in order."""
+        ...
+
 
 class SLO(msgspec.Struct, frozen=True):
     """Limits that admission holds predictions against."""

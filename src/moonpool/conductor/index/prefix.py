@@ -11,14 +11,14 @@ Pure: time is an argument. Not thread-safe; its owner is one event loop.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from moonpool.conductor.index.holders import HolderSets, Plane
-from moonpool.conductor.index.table import PLACE_BYTES, BlockTable
+from moonpool.conductor.index.table import PLACE_BYTES, RUN, BlockTable
 from moonpool.conductor.types import Chain, Depth, InstanceId, Random
 from moonpool.errors import ConfigError
 
@@ -29,6 +29,38 @@ _EPOCHS = 64
 """Epochs that a full index spans, so that shedding has an order."""
 _SWEEP_AT = 64
 """Slots of instances that left, before the sets are swept of them."""
+
+
+class _Guesses:
+    """What an instance is thought to hold: until when each key counts, and the prompts in the order that they came."""
+
+    def __init__(self) -> None:
+        self.until: dict[int, float] = {}
+        self.batches = deque[tuple[float, Sequence[int]]]()
+
+    def old(self, keys: Sequence[int], now: float) -> list[int]:
+        """Takes out those whose time is over; a later prompt may have given them more."""
+        until = self.until
+        gone = [k for k in keys if until.get(k, now + 1) <= now]
+        for key in gone:
+            del until[key]
+        while self.batches and self.batches[0][0] <= now:
+            self.batches.popleft()
+        return gone
+
+    def over(self, capacity: int) -> list[int]:
+        """Takes out what a cache of `capacity` blocks must have let go: the prompt that came longest ago, deepest block first."""
+        gone: list[int] = []
+        while self.batches and len(self.until) > capacity:
+            until, keys = self.batches.popleft()
+            mine = [k for k in keys if self.until.get(k) == until]
+            drop = mine[-(len(self.until) - capacity) :]
+            for key in drop:
+                del self.until[key]
+            gone += drop
+            if len(drop) < len(mine):
+                self.batches.appendleft((until, mine[: -len(drop)]))
+        return gone
 
 
 class PrefixIndex:
@@ -45,9 +77,9 @@ class PrefixIndex:
         self._dead = 0
         self._holes = 0
         """Slots whose holdings are not closed."""
-        self._guesses: dict[InstanceId, OrderedDict[int, float]] = {}
+        self._guesses: dict[InstanceId, _Guesses] = {}
         self._capacity: dict[InstanceId, int] = {}
-        self._due: list[tuple[float, int, InstanceId, tuple[int, ...]]] = []
+        self._due: list[tuple[float, int, InstanceId, Sequence[int]]] = []
         self._serial = self._inserted = 0
         self.shed = 0
         """How often the oldest blocks were forgotten for want of room."""
@@ -108,25 +140,21 @@ class PrefixIndex:
     def guess(self, instance: InstanceId, keys: Sequence[int], now: float, for_s: float = 0.0) -> None:
         """We sent a prompt there: it will hold these blocks. Counts for `for_s` (0: the usual time), or until the instance's cache
         must have let them go."""
-        held = self._guesses.setdefault(instance, OrderedDict())
-        until = now + (for_s or self._guess_s)
+        held, until = self._guesses.setdefault(instance, _Guesses()), now + (for_s or self._guess_s)
         self.insert(instance, keys, Plane.GUESS)
-        for key in reversed(keys):  # the deepest goes first, as in an engine's cache
-            held[key] = until
-            held.move_to_end(key)
+        held.until.update(dict.fromkeys(keys, until))
+        held.batches.append((until, keys))
         self._serial += 1
-        heapq.heappush(self._due, (until, self._serial, instance, tuple(keys)))
+        heapq.heappush(self._due, (until, self._serial, instance, keys))
         capacity = self._capacity.get(instance, 0)
-        gone: list[int] = []
-        while capacity and len(held) > capacity:
-            gone.append(held.popitem(last=False)[0])
-        self.remove(instance, gone, Plane.GUESS)
+        if capacity and len(held.until) > capacity:
+            self.remove(instance, held.over(capacity), Plane.GUESS)
 
     def forget(self, instance: InstanceId, keys: Sequence[int]) -> None:
         """Drop guesses that will not come true."""
         held = self._guesses.get(instance)
         if held is not None:
-            gone = [k for k in keys if held.pop(k, None) is not None]
+            gone = [k for k in keys if held.until.pop(k, None) is not None]
             self.remove(instance, gone, Plane.GUESS)
 
     def expire(self, now: float) -> None:
@@ -136,17 +164,15 @@ class PrefixIndex:
             held = self._guesses.get(instance)
             if held is None:
                 continue
-            old = [k for k in keys if held.get(k, now + 1) <= now]
-            for key in old:
-                del held[key]
-            self.remove(instance, old, Plane.GUESS)
+            self.remove(instance, held.old(keys, now), Plane.GUESS)
 
     def _change(self, keys: Keys, turn: _Turn) -> None:
         table = self._table
         if isinstance(keys, np.ndarray):
             table.change_run(keys, turn)
-        elif len(keys) > 256:
-            table.change_run(np.unique(np.array(keys, np.uint64)), turn)
+        elif len(keys) >= RUN:
+            run = np.array(keys, np.uint64)
+            table.change_run(run if len(set(keys)) == len(keys) else np.unique(run), turn)
         else:
             for key in keys:
                 table.change(key, turn)

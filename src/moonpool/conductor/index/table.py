@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 U64 = NDArray[np.uint64]
 _FULL = 2 / 3
-_RUN = 48
+RUN = 48
 """Keys from which a run goes through numpy."""
 _FEWEST = 1024
 PLACE_BYTES = 13
@@ -72,41 +72,55 @@ class BlockTable:
 
     def change_run(self, keys: U64, turn: Callable[[int], int]) -> None:
         """`change` for many keys, each once."""
-        if len(keys) < _RUN:
+        if len(keys) < RUN:
             for key in keys.tolist():
                 self.change(key, turn)
             return
         while self._used + len(keys) > _FULL * (self._mask + 1):
             self._grow(self._used + len(keys))
         places = self._places(keys)
-        old = self.sets[places]
-        uniques, which = np.unique(old, return_inverse=True)
-        new = np.array([turn(int(u)) for u in uniques], np.uint32)[which]
-        fresh = self.keys[places] == 0
-        put = ~fresh | (new != 0)
-        at = places[put]
-        self.keys[at], self.sets[at], self.epochs[at] = keys[put], new[put], self.epoch
-        self._used += int((fresh & put).sum())
+        there = places >= 0
+        old = np.where(there, self.sets[places], np.uint32(0))
+        new = self._turned(old, turn)
+        put = ~there & (new != 0)
+        places[put] = self._put(keys[put])
+        at = there | put
+        self.sets[places[at]], self.epochs[places[at]] = new[at], self.epoch
         self.live += int((new != 0).sum()) - int((old != 0).sum())
 
+    @staticmethod
+    def _turned(old: NDArray[np.uint32], turn: Callable[[int], int]) -> NDArray[np.uint32]:
+        """A run has few different sets, mostly one."""
+        first = int(old[0])
+        if (old == first).all():
+            return np.full(len(old), turn(first), np.uint32)
+        uniques, which = np.unique(old, return_inverse=True)
+        return np.array([turn(int(u)) for u in uniques], np.uint32)[which]
+
     def _places(self, keys: U64) -> NDArray[np.int64]:
-        """Where each key is, or is to be put; no two fresh keys at one place."""
-        mask = self._mask
-        at = (keys & np.uint64(mask)).astype(np.int64)
+        """Where each key is; -1 where it is not."""
+        at = (keys & np.uint64(self._mask)).astype(np.int64)
+        found = self.keys[at]
+        missed = (found != keys) & (found != 0)
+        while missed.any():
+            at[missed] = (at[missed] + 1) & self._mask
+            found = self.keys[at]
+            missed = (found != keys) & (found != 0)
+        at[found == 0] = -1
+        return at
+
+    def _put(self, keys: U64) -> NDArray[np.int64]:
+        """Places for keys that are not there: of those that want one free place, one gets it, the others go on."""
+        at = (keys & np.uint64(self._mask)).astype(np.int64)
         open_ = np.arange(len(keys))
-        claimed: dict[int, int] = {}
         while len(open_):
-            there = self.keys[at[open_]]
-            mine = keys[open_]
-            missed = (there != 0) & (there != mine)
-            for i in open_[there == 0].tolist():  # fresh ones, one after another: two may want one place
-                place = int(at[i])
-                while self._k[place] not in (0, int(keys[i])) or claimed.get(place, i) != i:
-                    place = (place + 1) & mask
-                claimed[place] = i
-                at[i] = place
-            open_ = open_[missed]
-            at[open_] = (at[open_] + 1) & mask
+            want = at[open_]
+            free = self.keys[want] == 0
+            self.keys[want[free]] = keys[open_[free]]
+            lost = open_[self.keys[want] != keys[open_]]
+            at[lost] = (at[lost] + 1) & self._mask
+            open_ = lost
+        self._used += len(keys)
         return at
 
     def _grow(self, need: int = 0) -> None:
@@ -120,18 +134,9 @@ class BlockTable:
 
     def _refill(self, keys: U64, sets: NDArray[np.uint32], epochs: NDArray[np.uint8], places: int) -> None:
         self._allocate(places)
-        mask = np.uint64(self._mask)
-        at, open_ = (keys & mask).astype(np.int64), np.arange(len(keys))
-        while len(open_):  # all at once: of those that want one free place, one gets it, the others go on
-            want = at[open_]
-            free = self.keys[want] == 0
-            self.keys[want[free]] = keys[open_[free]]
-            won = self.keys[want] == keys[open_]
-            lost = open_[~won]
-            at[lost] = (at[lost] + 1) & self._mask
-            open_ = lost
+        at = self._put(keys)
         self.sets[at], self.epochs[at] = sets, epochs
-        self._used = self.live = len(keys)
+        self.live = len(keys)
 
     def shed(self, share: float) -> None:
         """Forget about `share` of the keys, those touched longest ago."""

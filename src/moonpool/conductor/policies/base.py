@@ -64,8 +64,9 @@ def decode_for(
         found = list(near)  # nobody has room: the engine will queue it
     if not found:
         return None
-    best = min(found, key=lambda i: (view.tbt_s(i, request), i != prefill, -view.kv_room(i), random.random()))
-    return best, view.tbt_s(best, request)
+    ranked = [(view.tbt_s(i, request), i != prefill, -view.kv_room(i), random.random(), i) for i in found]
+    best = min(ranked)
+    return best[-1], best[0]
 
 
 def planned(

@@ -9,7 +9,7 @@ Beside the algorithm as printed:
 * fetching is a choice by seconds and not by a ratio alone; the ratio θ keeps small gains from moving many bytes;
 * the sender's queue is part of the transfer, and the second-best holder is asked where the best is busy;
 * candidates are the deepest holders and the least loaded, not the whole fleet: microseconds at a thousand instances;
-* what (nearly) all hold says nothing: without a floor, a system prompt that all requests share draws everything to one node;
+* the queue is a term of the score: a longest match alone sends everybody who shares a system prompt to one node;
 * a failure not long ago counts as seconds; a fresh instance gets a small credit, and one request in a hundred explores: else what
   is cold stays cold;
 * equal candidates are taken at random: the first of them would be everybody's first.
@@ -33,6 +33,11 @@ from moonpool.conductor.types import (
     Request,
     Transfer,
 )
+
+_OWN = ""
+"""The way that asks nobody."""
+_Found = tuple[float, InstanceId, "InstanceId | Choice"]
+"""Score, candidate, and whom it asks (or a ready choice)."""
 
 
 class KVCacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,67 +72,68 @@ class KVCachePolicy:
             choice = local(request, view, one, held[one].blocks if one in held else 0, "explored")
             return planned(self.name, request, view, self.random, choice, 1)
         deep = sorted(held, key=lambda i: (-held[i].blocks, self.random.random()))[: self.options.holders]
-        candidates = dict.fromkeys([*deep, *near])
-        shared = self._shared(request, view, held)
-        choices = [self._at(i, request, view, held, deep, shared) for i in candidates]
-        best = min(choices, key=lambda c: (self._score(c, request, view), self.random.random()))
-        return planned(self.name, request, view, self.random, best, len(choices))
+        found = [self._best_at(i, request, view, held, deep) for i in dict.fromkeys([*deep, *near])]
+        best = min(found, key=lambda f: (f[0], self.random.random()))
+        choice = self._choice(best, request, view, held)
+        return planned(self.name, request, view, self.random, choice, len(found))
 
-    def _shared(self, request: Request, view: ClusterView, held: Mapping[InstanceId, Depth]) -> int:
-        return view.shared_depth(request.chain) if len(held) > 1 else 0
-
-    def _score(self, choice: Choice, request: Request, view: ClusterView) -> float:
-        credit = self.options.fresh_credit * choice.prefill_s if view.fresh(choice.prefill) else 0.0
-        if choice.prefill in request.pinned:
-            credit += self.options.pinned_credit_s
-        return choice.ttft_s + view.penalty_s(choice.prefill) - credit
-
-    def _at(
+    def _best_at(
         self,
         instance: InstanceId,
         request: Request,
         view: ClusterView,
         held: Mapping[InstanceId, Depth],
         deep: list[InstanceId],
-        shared: int,
-    ) -> Choice:
-        """The best way to serve the request on this instance."""
+    ) -> _Found:
+        """The best way to serve the request on this instance. Numbers only: this runs for every candidate of every request."""
+        tokens, queue = request.tokens, view.queue_s(instance)
         own = held[instance].blocks if instance in held else 0
-        ways = [local(request, view, instance, own, "its own blocks" if own > shared else "computed")]
+        own_tokens = held_tokens(request, own)
+        seconds = view.prefill_s(instance, tokens, own_tokens)
+        way: InstanceId | Choice = _OWN
+        alone = seconds
         if self.options.transfers:
-            ways += self._fetched(instance, own, request, view, held, deep)
-        ways += [w for c in request.convertible if (w := self._converted(instance, own, request, view, c)) is not None]
-        return min(ways, key=lambda w: w.ttft_s)
-
-    def _fetched(
-        self,
-        instance: InstanceId,
-        own: int,
-        request: Request,
-        view: ClusterView,
-        held: Mapping[InstanceId, Depth],
-        deep: list[InstanceId],
-    ) -> list[Choice]:
-        """What the two deepest other holders could send."""
-        found = []
-        senders = [i for i in deep[:3] if i != instance and held[i].blocks > self.options.threshold * max(own, 1)]
-        for sender in senders[:2]:
-            most = held[sender].blocks
-            cached = held_tokens(request, most)
-            moved = cached - held_tokens(request, own)
-            found.append(
-                Choice(
-                    instance,
-                    own=held_tokens(request, own),
-                    cached=cached,
-                    queue_s=view.queue_s(instance),
-                    transfer_s=view.transfer_s(sender, instance, moved),
-                    prefill_s=view.prefill_s(instance, request.tokens, cached),
-                    transfers=(Transfer(sender, instance, own, most),),
-                    why=f"{most - own} blocks from {sender}",
+            least = self.options.threshold * max(own, 1)
+            senders = [i for i in deep[:3] if i != instance and held[i].blocks > least]
+            for sender in senders[:2]:
+                cached = held_tokens(request, held[sender].blocks)
+                fetched = view.transfer_s(sender, instance, cached - own_tokens) + view.prefill_s(
+                    instance, tokens, cached
                 )
-            )
-        return found
+                if fetched < seconds:
+                    seconds, way = fetched, sender
+        score = queue + seconds + view.penalty_s(instance)
+        if view.fresh(instance):
+            score -= self.options.fresh_credit * alone
+        if instance in request.pinned:
+            score -= self.options.pinned_credit_s
+        for source in request.convertible:
+            made = self._converted(instance, own, request, view, source)
+            if made is not None and made.convert_s + made.prefill_s < seconds:
+                score += made.convert_s + made.prefill_s - seconds
+                seconds, way = made.convert_s + made.prefill_s, made
+        return score, instance, way
+
+    def _choice(self, found: _Found, request: Request, view: ClusterView, held: Mapping[InstanceId, Depth]) -> Choice:
+        """The numbers of one candidate with all their terms."""
+        _, instance, way = found
+        if isinstance(way, Choice):
+            return way
+        own = held[instance].blocks if instance in held else 0
+        if way == _OWN:
+            return local(request, view, instance, own, "its own blocks" if own else "computed")
+        most, own_tokens = held[way].blocks, held_tokens(request, own)
+        cached = held_tokens(request, most)
+        return Choice(
+            instance,
+            own=own_tokens,
+            cached=cached,
+            queue_s=view.queue_s(instance),
+            transfer_s=view.transfer_s(way, instance, cached - own_tokens),
+            prefill_s=view.prefill_s(instance, request.tokens, cached),
+            transfers=(Transfer(way, instance, own, most),),
+            why=f"{most - own} blocks from {way}",
+        )
 
     @staticmethod
     def _converted(

@@ -1,0 +1,1 @@
+"""The conductor measured: its decisions at size, and its proxy beside released routers."""
