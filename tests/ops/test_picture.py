@@ -49,6 +49,7 @@ def test_a_look_finds_every_messenger_with_its_own_figures(tmp_path: Path) -> No
     with no_leaks(), small_pool(tmp_path) as small:
         small.client("m1").batch_put(["a", "b"], [b"x" * 1000, b"y" * 1000])
         small.client("m1").get("a")
+        assert eventually(lambda: small.service.keys() == 2), "the messenger tells its master in the background"
         with Observer(small.master) as observer:
             look = observer.look()
     by_name = {r.info.name: r.stats for r in look.messengers}
