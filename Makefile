@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: setup demo demo-qwen up test test-slow test-faults check format bench bench-c2c bench-pool bench-store \
-	bench-transfer bench-disk bench-speculate conformance simulate-tables bundles fit-qwen clean
+	bench-transfer bench-disk bench-speculate bench-conductor conformance simulate-tables bundles fit-qwen clean
 
 setup: $(STAMP)
 
@@ -78,6 +78,10 @@ bench-transfer: setup
 simulate-tables: setup
 	@test -n "$(TRACES)" || { echo "make simulate-tables TRACES=<folder with conversation_trace.jsonl, synthetic_trace.jsonl>"; exit 2; }
 	@$(BIN)/moonpool simulate tables --traces "$(TRACES)" --figures build/figures/simulate.json
+
+# Needs 2 GB of memory and four minutes; the routers that it compares with go into a venv of their own under build/.
+bench-conductor: setup
+	@$(BIN)/python -m benchmarks.conductor
 
 bench-disk: setup
 	@$(BIN)/python -m benchmarks.disk

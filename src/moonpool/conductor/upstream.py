@@ -55,7 +55,11 @@ class Answer:
     async def pieces(self) -> AsyncIterator[bytes]:
         """Raises UpstreamError if the instance goes away or falls silent."""
         try:
-            while piece := await asyncio.wait_for(self._response.content.readany(), self._idle or None):
+            while True:
+                async with asyncio.timeout(self._idle or None):
+                    piece = await self._response.content.readany()
+                if not piece:
+                    return
                 yield piece
         except (aiohttp.ClientError, OSError) as e:
             raise UpstreamError(f"the answer broke off: {e}", key=str(self._response.url)) from e
@@ -88,9 +92,8 @@ class Upstream:
         UpstreamError; any status below 500 is an answer."""
         url = f"{instance.url.rstrip('/')}{path}"
         try:
-            response = await asyncio.wait_for(
-                self._session.post(url, data=body, headers=headers), self._t.first_byte_s or None
-            )
+            async with asyncio.timeout(self._t.first_byte_s or None):
+                response = await self._session.post(url, data=body, headers=headers)
         except (aiohttp.ClientError, OSError) as e:
             raise UpstreamError(f"no connection: {e}", key=instance.name) from e
         except TimeoutError as e:

@@ -83,6 +83,7 @@ def _server(instances: Mapping[str, Instance], api_key: str, collectors: Sequenc
     app = EngineApp(instances, api_key=api_key, collectors=collectors)
     config = uvicorn.Config(
         app.asgi,
+        loop="asyncio",
         log_level="warning",
         access_log=False,
         lifespan="off",

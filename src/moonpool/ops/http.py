@@ -65,6 +65,7 @@ class HealthServer:
         self.url = f"http://{self._bound.address}"
         config = uvicorn.Config(
             app,
+            loop="asyncio",
             log_level="warning",
             access_log=False,
             lifespan="off",

@@ -109,7 +109,12 @@ class StubServer:
         self.port = int(self._listener.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
         options = uvicorn.Config(
-            self.engine, log_level="critical", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+            self.engine,
+            loop="asyncio",
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(options)
         self._thread = threading.Thread(target=lambda: self._server.run(sockets=[self._listener]), daemon=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, TypeAlias
 
 import msgspec
@@ -71,20 +71,29 @@ class Exchange:
         await self.end(raw)
 
 
-async def unless_gone(exchange: Exchange, work: Awaitable[None]) -> None:
-    """Runs `work` to its end, or cancels it as soon as the client leaves (raises Gone)."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.create_task(exchange.gone())
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return await task
-        raise Gone
-    finally:
-        watch.cancel()
-        if not task.done():
+async def unless_gone(exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` in this task to its end, or cancels it as soon as the client leaves (raises Gone)."""
+    task = asyncio.current_task()
+    assert task is not None
+    left = False
+
+    def leave(watch: asyncio.Task[None]) -> None:
+        nonlocal left
+        if not watch.cancelled():
+            left = True
             task.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+
+    watch = asyncio.create_task(exchange.gone())
+    watch.add_done_callback(leave)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if left and not task.uncancel():
+            raise Gone from None
+        raise
+    finally:
+        watch.remove_done_callback(leave)
+        watch.cancel()
 
 
 def error_body(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import uvicorn
 
@@ -21,7 +21,7 @@ def serve(config: ConductorConfig, host: str, port: int, api_key: str = "") -> N
     """Until SIGINT or SIGTERM. Raises ConfigError (the file, the port, another host than loopback without a key)."""
     app = ConductorApp(Conductor(config), api_key=api_key)
     with bind(host, port, api_key=api_key) as listener:
-        _server(app).run(sockets=[listener])
+        _server(app, "auto").run(sockets=[listener])
 
 
 class ConductorThread:
@@ -48,9 +48,11 @@ class ConductorThread:
         self._listener.close()
 
 
-def _server(app: ConductorApp) -> uvicorn.Server:
+def _server(app: ConductorApp, loop: Literal["auto", "asyncio"] = "asyncio") -> uvicorn.Server:
+    """`auto` takes uvloop where it is installed; it leaves a pipe behind, which only a process of its own may."""
     config = uvicorn.Config(
         app,
+        loop=loop,
         log_level="warning",
         access_log=False,
         lifespan="on",

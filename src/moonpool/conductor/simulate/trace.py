@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import xxhash
 
 from moonpool.errors import TraceError
 
 BLOCK = 512
 """Tokens that an id of a published trace stands for."""
+
+
+_Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -23,7 +28,7 @@ class Line(msgspec.Struct, frozen=True):
     timestamp: float
     input_length: int
     output_length: int
-    hash_ids: tuple[int, ...]
+    hash_ids: tuple[_Id, ...]
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -33,6 +38,7 @@ class Arrival(msgspec.Struct, frozen=True):
     tokens: int
     output_tokens: int
     keys: tuple[int, ...]
+    """Of its blocks, by `block_key`."""
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -58,6 +64,11 @@ class Trace(msgspec.Struct, frozen=True):
         return Trace(self.name, tuple(Arrival(a.at / speed, a.tokens, a.output_tokens, a.keys) for a in self.arrivals))
 
 
+def block_key(hash_id: int) -> int:
+    """Published traces number their blocks 0, 1, 2 …; the prefix index wants keys that are spread over 64 bits as hashes are."""
+    return xxhash.xxh3_64_intdigest(hash_id.to_bytes(8, "little"))
+
+
 def load(path: Path, *, spread: bool = True, limit: int | None = None) -> Trace:
     """The trace of a file, in order of arrival; `spread` see there; `limit` keeps the first so many requests.
 
@@ -77,8 +88,10 @@ def load(path: Path, *, spread: bool = True, limit: int | None = None) -> Trace:
     if not lines:
         raise TraceError("the trace is empty", key=str(path))
     times = spread_buckets([x.timestamp for x in lines]) if spread else [x.timestamp for x in lines]
+    keys = {i: block_key(i) for line in lines for i in line.hash_ids}
     arrivals = (
-        Arrival(at / 1000, x.input_length, x.output_length, x.hash_ids) for at, x in zip(times, lines, strict=True)
+        Arrival(at / 1000, x.input_length, x.output_length, tuple(keys[i] for i in x.hash_ids))
+        for at, x in zip(times, lines, strict=True)
     )
     return Trace(path.name.removesuffix(".jsonl").removesuffix("_trace"), tuple(arrivals))
 

@@ -28,6 +28,7 @@ class HttpThread:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
+                loop="asyncio",
                 log_level="warning",
                 access_log=False,
                 lifespan="off",

@@ -85,6 +85,7 @@ def listen(host: str, port: int, *, trust_network: bool) -> socket.socket:
 def _uvicorn(table: Table) -> uvicorn.Server:
     config = uvicorn.Config(
         metadata_app(table),
+        loop="asyncio",
         log_level="warning",
         access_log=False,
         lifespan="off",
