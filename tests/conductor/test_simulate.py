@@ -169,7 +169,8 @@ def test_decode_waits_for_room() -> None:
 
 def test_the_sample_is_what_the_script_makes() -> None:
     loaded = trace.load(SAMPLE, spread=False)
-    assert [a.keys for a in loaded.arrivals] == [tuple(r["hash_ids"]) for r in sample()]  # type: ignore[arg-type]
+    ids = [r["hash_ids"] for r in sample()]
+    assert [a.keys for a in loaded.arrivals] == [tuple(trace.block_key(i) for i in one) for one in ids]  # type: ignore[attr-defined]
     assert trace.prefix_breaks(loaded.keys) == 0
 
 
@@ -186,6 +187,7 @@ def test_spreading_keeps_order_and_span() -> None:
         ('{"timestamp": 1, "input_length": 513, "output_length": 1, "hash_ids": [1]}', "needed 2 ids"),
         ('{"timestamp": 1, "input_length": 0, "output_length": 1, "hash_ids": []}', "lengths make no request"),
         ('{"timestamp": 1, "input_length": 600, "output_length": 1, "hash_ids": [1, 1]}', "two places"),
+        ('{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [-1]}', "not a request"),
         ('{"timestamp": -1, "input_length": 5, "output_length": 1, "hash_ids": [1]}', "backwards"),
     ],
 )
