@@ -6,6 +6,7 @@ What the HTTP routes call is here; what decides is in the pure core.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections import Counter
@@ -16,6 +17,8 @@ from moonpool.conductor import admission, executors, policies
 from moonpool.conductor.cluster import Cluster, Member
 from moonpool.conductor.config import ConductorConfig, ModelOptions
 from moonpool.conductor.coupled import Coupled
+from moonpool.conductor.events.ingest import Feed
+from moonpool.conductor.events.translate import Translator
 from moonpool.conductor.executors import Executor
 from moonpool.conductor.index import PrefixIndex
 from moonpool.conductor.ledger import Ledger
@@ -25,6 +28,7 @@ from moonpool.conductor.scheduler import Booked, Decision, Scheduler
 from moonpool.conductor.types import InstanceId, Plan, Refusal, Request
 from moonpool.conductor.upstream import Upstream, UpstreamError
 
+log = logging.getLogger(__name__)
 Clock = Callable[[], float]
 _REFRESH_S = 0.25
 """Breakers that close by time alone are seen this late."""
@@ -62,6 +66,9 @@ class Conductor:
         self._refreshed = float("-inf")
         self._upstream: Upstream | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self.feeds: dict[InstanceId, Feed] = {}
+        """KV events of the instances that publish some."""
+        self._closing = set[asyncio.Task[None]]()
         for entry in config.instances:
             self.add(entry)
 
@@ -74,7 +81,9 @@ class Conductor:
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._closing, return_exceptions=True)
+        await asyncio.gather(*(f.close() for f in self.feeds.values()))
+        self.feeds.clear()
         if self._upstream:
             await self._upstream.close()
 
@@ -152,11 +161,25 @@ class Conductor:
         )
         blocks = entry.cache_tokens // model.options.block_size
         model.cluster.join(member, self.clock(), cache_blocks=blocks)
+        if entry.events and instance.id not in self.feeds:
+            size = entry.block_size or model.options.block_size
+            translator = Translator(instance.id, model.cluster.index, entry.model, model.options.block_size)
+            if size != model.options.block_size:
+                log.warning(
+                    "%s: blocks of %d tokens, the conductor's have %d", instance.id, size, model.options.block_size
+                )
+            self.feeds[instance.id] = feed = Feed(instance.id, entry.events, entry.replay, translator, self.clock)
+            feed.start()
         return None
 
     def _leave(self, instance: InstanceId) -> None:
         for model in self.models.values():
             model.cluster.leave(instance)
+        feed = self.feeds.pop(instance, None)
+        if feed is not None:
+            closing = asyncio.get_running_loop().create_task(feed.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     def model(self, name: str) -> _Model:
         found = self.models.get(name)
@@ -179,6 +202,8 @@ class Conductor:
         found = self.model(request.model).scheduler.decide(request, now)
         if isinstance(found, Refusal):
             self.outcomes[f"refused_{found.stage}"] += 1
+        elif found.plan.own_tokens and (feed := self.feeds.get(found.plan.prefill)) is not None:
+            feed.hits += 1
         return found
 
     def ended(self, request: Request, plan: Plan, outcome: str, ttft: float, total: float) -> None:

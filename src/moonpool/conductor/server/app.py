@@ -142,9 +142,26 @@ class ConductorApp:
                     "in_flight": i.in_flight,
                     "queue_s": round(ledger.queue_s(i.id, now), 4),
                     "decode_batch": ledger.batch(i.id),
+                    "kv_events": self._feed(i.id),
                 }
             )
         return _json({"instances": found})
+
+    def _feed(self, instance: str) -> dict[str, Any] | None:
+        """State of an instance's KV events; None where it publishes none."""
+        feed = self.conductor.feeds.get(instance)
+        if feed is None:
+            return None
+        t = feed.translator
+        ranks = {str(rank): {"state": s.state, "last": s.last, "gaps": s.gaps} for rank, s in feed.sources.items()}
+        counts = {
+            "stored": t.stored,
+            "removed": t.removed,
+            "orphaned": t.orphaned,
+            "refused": t.refused,
+            "bad": feed.bad,
+        }
+        return {"ranks": ranks, **counts, "unknown": feed.unknown, "alarm": feed.alarm}
 
     async def _add(self, request: HttpRequest) -> Response:
         entry = _typed(await request.body(), InstanceEntry)
