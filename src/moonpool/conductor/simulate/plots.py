@@ -124,6 +124,7 @@ def _load_over_time(report: Report, figure: Figure) -> None:
             f"{stage}: correlation {run.correlation:.2f}, wasted prefill {run.wasted_s:.0f} node s", fontsize=10
         )
         for one in (ax, right):
+            one.set_ylim(bottom=0)
             one.spines["top"].set_visible(False)
     axes[-1].set_xlabel("minutes")
     figure.suptitle(f"Requests on an instance, conversation at {speed:g}x, {prefill}P + {decode}D")
@@ -168,7 +169,8 @@ def _pair(
     ax.bar([i - 0.2 for i in places], ours, width=0.38, color=_OURS, label="ours")
     ax.bar([i + 0.2 for i in places], theirs, width=0.38, color=_PAPER, label="paper")
     ax.set_xticks(list(places), labels)
-    ax.set(title=title, ylabel=y)
+    ax.set_title(title, loc="left", fontsize=10)
+    ax.set_ylabel(y)
     ax.legend(frameon=False, loc="upper right", bbox_to_anchor=(1.0, 1.12), ncols=2)
 
 
