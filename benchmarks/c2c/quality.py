@@ -54,7 +54,7 @@ def _judge(pair: Pair, documents: int) -> Judge:
     if pair.name == "bundled":
         return lambda projector, _kind: fit_bundles.judge_one(projector, pair.source, pair.target)
     opened = qwen.open_pair(pair.direction, 0, torch.float32, {})
-    facts = {"code": recipes_judge.FACTS}
+    facts = {"code": min(recipes_judge.FACTS, documents)}
     return lambda projector, kind: recipes_judge.judge(
         opened, kind, projector, documents=documents, facts=facts.get(kind, 0)
     )
