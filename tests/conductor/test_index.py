@@ -122,9 +122,9 @@ def test_planes_are_told_apart_and_add_up() -> None:
     found = index()
     found.insert("i0", KEYS[:3])
     found.insert("i0", KEYS[:9], Plane.CPU)
-    assert found.matches(KeyChain(KEYS))["i0"] == (9, 3)
+    assert found.matches(KeyChain(KEYS))["i0"] == (9, 3, 9)
     found.remove("i0", KEYS[:3])
-    assert found.matches(KeyChain(KEYS))["i0"] == (9, 0)
+    assert found.matches(KeyChain(KEYS))["i0"] == (9, 0, 9)
 
 
 def test_guesses_end_by_time_and_by_room() -> None:
@@ -143,6 +143,25 @@ def test_guesses_end_by_time_and_by_room() -> None:
     found.insert("i1", KEYS[:4])
     found.expire(1e9)
     assert found.matches(KeyChain(KEYS))["i1"].blocks == 4, "what an event has confirmed stays"
+
+
+def test_what_waits_is_not_there_yet() -> None:
+    found = index()
+    found.insert("i0", KEYS[:3])
+    found.guess("i0", KEYS[:7], now=0)
+    assert found.matches(KeyChain(KEYS))["i0"] == (7, 3, 3)
+    found.guess("i0", KEYS[:7], now=1, plane=Plane.SENT)
+    assert found.matches(KeyChain(KEYS))["i0"] == (7, 3, 7)
+    found.forget("i0", KEYS)
+    assert found.matches(KeyChain(KEYS))["i0"] == (7, 3, 7)
+
+
+def test_key_zero_is_a_key() -> None:
+    found = index()
+    found.insert("i0", [0])
+    found.insert("i1", np.array([0, *KEYS * 5], np.uint64)[:1])
+    assert set(found.matches(KeyChain([0]))) == {"i0", "i1"}
+    assert found.matches(KeyChain([5])) == {}
 
 
 def test_an_instance_that_left_takes_no_time_and_leaves_nothing() -> None:

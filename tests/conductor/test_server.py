@@ -309,6 +309,20 @@ def test_metrics_and_health(two: Site) -> None:
     assert two.client.get("/health").json() == {"status": "ok"}
 
 
+def test_the_dashboard_is_one_page_that_asks_for_the_state(two: Site) -> None:
+    two.ask()
+    eventually(two.idle)
+    page = two.client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "debug/state" in page.text
+    assert "http://" not in page.text.replace("http://www.w3.org", "")
+    state = two.client.get("/debug/state").json()
+    assert {i["id"]: i["state"] for i in state["instances"]} == {"s0": "ready", "s1": "ready"}
+    assert state["outcomes"]["ok"] == 1
+    assert state["ttft"]["within_slo"] == 1
+    assert state["decisions"][0]["tokens"] == len(PROMPT) // 4
+
+
 def test_a_key_is_asked_for() -> None:
     with no_leaks(), ConductorThread(ConductorConfig(health=QUICK), api_key="secret") as thread:
         assert httpx.get(f"{thread.url}/v1/models").status_code == 401

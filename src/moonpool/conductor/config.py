@@ -13,7 +13,6 @@ from moonpool.conductor.breaker import BreakerOptions
 from moonpool.conductor.ledger import Lease
 from moonpool.conductor.perf import PerfModel
 from moonpool.conductor.registry import InstanceEntry
-from moonpool.conductor.replication import ReplicationOptions
 from moonpool.conductor.types import SLO
 from moonpool.conductor.upstream import Timeouts
 from moonpool.errors import ConfigError
@@ -56,7 +55,6 @@ class ConductorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     health: HealthOptions = HealthOptions()
     breaker: BreakerOptions = BreakerOptions()
     timeouts: Timeouts = Timeouts()
-    replication: ReplicationOptions | None = None
     retries: int = 2
     keep_alive_s: float = 0.0
     index_bytes: int = 1 << 30

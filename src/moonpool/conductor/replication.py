@@ -81,7 +81,7 @@ class Replication:
         return found
 
     def _copy(self, heat: _Heat, view: ClusterView, mean: float) -> Transfer | None:
-        held = {i: d for i, d in view.matches(heat.chain).items() if d.blocks >= heat.blocks}
+        held = {i: d for i, d in view.matches(heat.chain).items() if d.sure >= heat.blocks}
         if not held or len(held) >= self._o.replicas:
             return None
         sender = min(held, key=lambda i: view.transfer_s(i, i, heat.tokens))

@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from moonpool.conductor.cluster import Cluster
+from moonpool.conductor.index import Plane
 from moonpool.conductor.ledger import Lease
 from moonpool.conductor.types import ClusterView, Plan, Policy, Refusal, Request
 
@@ -101,10 +102,10 @@ class Scheduler:
         self._guess(request, plan, now, p.ttft_s + _MARGIN_S)
         return lease
 
-    def _guess(self, request: Request, plan: Plan, now: float, for_s: float) -> None:
+    def _guess(self, request: Request, plan: Plan, now: float, for_s: float, plane: Plane = Plane.GUESS) -> None:
         keys = request.chain.keys()
         if keys and plan.prefill in self.cluster.members:
-            self.cluster.index.guess(plan.prefill, keys, now, for_s)
+            self.cluster.index.guess(plan.prefill, keys, now, for_s, plane)
 
     def prefilled(self, booked: Booked, request: Request, started: float | None, now: float) -> None:
         """A prefill ended: a sample for its instance, and where no events come, its blocks stand for longer."""
@@ -115,7 +116,7 @@ class Scheduler:
         if started is not None:
             member.correction.add(request.tokens - plan.cached_tokens, predicted, now - started)
         if member.guesses:
-            self._guess(request, plan, now, 0.0)
+            self._guess(request, plan, now, 0.0, Plane.SENT)
 
     def unlearn(self, booked: Booked, request: Request) -> None:
         """Blocks that were to be there will not."""

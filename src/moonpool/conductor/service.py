@@ -61,7 +61,7 @@ class Conductor:
         self.models: dict[str, _Model] = {}
         self.outcomes = Counter[str]()
         self.ttfts: list[tuple[str, float]] = []
-        self.cached_tokens = self.prompt_tokens = 0
+        self.cached_tokens = self.converted_tokens = self.prompt_tokens = 0
         self.saved_prefill_s = 0.0
         self._refreshed = float("-inf")
         self._upstream: Upstream | None = None
@@ -216,6 +216,7 @@ class Conductor:
         self.ttfts = [*self.ttfts[-4999:], (request.model, ttft)]
         self.prompt_tokens += request.tokens
         self.cached_tokens += plan.cached_tokens
+        self.converted_tokens += plan.converted_tokens
         if (member := model.cluster.members.get(plan.prefill)) is not None:
             saved = member.perf.prefill_s(request.tokens, 0) - member.perf.prefill_s(request.tokens, plan.cached_tokens)
             self.saved_prefill_s += saved * member.correction.factor

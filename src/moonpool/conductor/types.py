@@ -121,8 +121,11 @@ class Depth(NamedTuple):
     """How far an instance holds a chain from its start, in blocks."""
 
     blocks: int
+    """What a request that is queued there now would find when its turn comes: prompts that wait before it included."""
     gpu: int = 0
     """Of these, held in the engine's own memory (0 where unknown); the others lie in slower tiers."""
+    sure: int = 0
+    """Of these, there already: an event, or the end of a prefill, has told. Only these can be sent elsewhere."""
 
 
 class ClusterView(Protocol):

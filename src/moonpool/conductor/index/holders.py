@@ -1,6 +1,6 @@
 """Sets of holders, interned: a fleet has few different ones, and a block needs only a number for its own.
 
-A set is three bit masks over instance slots, one for each plane. Steps from set to set (this instance, this plane, more or less) are
+A set is five bit masks over instance slots, one for each plane. Steps from set to set (this instance, this plane, more or less) are
 remembered, so that a run of blocks with one history costs one step.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-Masks = tuple[int, int, int, int]
+Masks = tuple[int, int, int, int, int]
 
 
 class Plane(IntEnum):
@@ -19,11 +19,13 @@ class Plane(IntEnum):
     CPU = 1
     """An event: in a slower tier of the instance."""
     DISK = 2
-    GUESS = 3
-    """No event: we sent the prompt there (and it may be gone)."""
+    SENT = 3
+    """No events come from there, but we saw the end of a prefill (and it may be gone since)."""
+    GUESS = 4
+    """A prompt was sent there, and waits."""
 
 
-EMPTY: Masks = (0, 0, 0, 0)
+EMPTY: Masks = (0, 0, 0, 0, 0)
 
 
 class HolderSets:
@@ -31,6 +33,8 @@ class HolderSets:
         self.masks: list[Masks] = [EMPTY]
         self.any: list[int] = [0]
         """All planes of a set together."""
+        self.sure: list[int] = [0]
+        """All but guesses."""
         self._ids: dict[Masks, int] = {EMPTY: 0}
         self._steps: dict[tuple[int, int, int, bool], int] = {}
 
@@ -42,7 +46,8 @@ class HolderSets:
         if found is None:
             found = self._ids[masks] = len(self.masks)
             self.masks.append(masks)
-            self.any.append(masks[0] | masks[1] | masks[2] | masks[3])
+            self.sure.append(masks[0] | masks[1] | masks[2] | masks[3])
+            self.any.append(self.sure[-1] | masks[4])
         return found
 
     def step(self, set_: int, slot: int, plane: int, more: bool) -> int:
@@ -52,10 +57,12 @@ class HolderSets:
         if found is None:
             masks = list(self.masks[set_])
             masks[plane] = masks[plane] | 1 << slot if more else masks[plane] & ~(1 << slot)
-            found = self._steps[key] = self.id((masks[0], masks[1], masks[2], masks[3]))
+            found = self._steps[key] = self.id((masks[0], masks[1], masks[2], masks[3], masks[4]))
         return found
 
     def without(self, dead: int) -> list[int]:
         """Drop the slots in `dead` from all sets → for each old set its new number. Steps are forgotten."""
-        old, self.masks, self.any, self._ids, self._steps = self.masks, [EMPTY], [0], {EMPTY: 0}, {}
-        return [self.id((m[0] & ~dead, m[1] & ~dead, m[2] & ~dead, m[3] & ~dead)) for m in old]
+        old = self.masks
+        self.masks, self.any, self.sure, self._ids, self._steps = [EMPTY], [0], [0], {EMPTY: 0}, {}
+        kept = ~dead
+        return [self.id((m[0] & kept, m[1] & kept, m[2] & kept, m[3] & kept, m[4] & kept)) for m in old]

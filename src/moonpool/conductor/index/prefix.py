@@ -25,6 +25,8 @@ from moonpool.errors import ConfigError
 Keys = Sequence[int] | npt.NDArray[np.uint64]
 _Turn = Callable[[int], int]
 _Holders = Callable[[int], int]
+_UNTOLD = (Plane.SENT, Plane.GUESS)
+"""Planes that no event fills."""
 _EPOCHS = 64
 """Epochs that a full index spans, so that shedding has an order."""
 _SWEEP_AT = 64
@@ -77,9 +79,9 @@ class PrefixIndex:
         self._dead = 0
         self._holes = 0
         """Slots whose holdings are not closed."""
-        self._guesses: dict[InstanceId, _Guesses] = {}
+        self._guesses: dict[tuple[InstanceId, Plane], _Guesses] = {}
         self._capacity: dict[InstanceId, int] = {}
-        self._due: list[tuple[float, int, InstanceId, Sequence[int]]] = []
+        self._due: list[tuple[float, int, InstanceId, Plane, Sequence[int]]] = []
         self._serial = self._inserted = 0
         self.shed = 0
         """How often the oldest blocks were forgotten for want of room."""
@@ -104,7 +106,8 @@ class PrefixIndex:
             return
         self._names[slot] = None
         self._dead |= 1 << slot
-        self._guesses.pop(instance, None)
+        for plane in _UNTOLD:
+            self._guesses.pop((instance, plane), None)
         self._capacity.pop(instance, None)
         if self._dead.bit_count() >= _SWEEP_AT:
             self._sweep()
@@ -137,22 +140,24 @@ class PrefixIndex:
             step = self._sets.step
             self._change(keys, lambda s: step(s, slot, plane, False))
 
-    def guess(self, instance: InstanceId, keys: Sequence[int], now: float, for_s: float = 0.0) -> None:
-        """We sent a prompt there: it will hold these blocks. Counts for `for_s` (0: the usual time), or until the instance's cache
-        must have let them go."""
-        held, until = self._guesses.setdefault(instance, _Guesses()), now + (for_s or self._guess_s)
-        self.insert(instance, keys, Plane.GUESS)
+    def guess(
+        self, instance: InstanceId, keys: Sequence[int], now: float, for_s: float = 0.0, plane: Plane = Plane.GUESS
+    ) -> None:
+        """We sent a prompt there (GUESS), and saw its prefill end (SENT): it will hold these blocks, or does. Counts for `for_s` (0:
+        the usual time), or until the instance's cache must have let them go."""
+        held, until = self._guesses.setdefault((instance, plane), _Guesses()), now + (for_s or self._guess_s)
+        self.insert(instance, keys, plane)
         held.until.update(dict.fromkeys(keys, until))
         held.batches.append((until, keys))
         self._serial += 1
-        heapq.heappush(self._due, (until, self._serial, instance, keys))
+        heapq.heappush(self._due, (until, self._serial, instance, plane, keys))
         capacity = self._capacity.get(instance, 0)
         if capacity and len(held.until) > capacity:
-            self.remove(instance, held.over(capacity), Plane.GUESS)
+            self.remove(instance, held.over(capacity), plane)
 
     def forget(self, instance: InstanceId, keys: Sequence[int]) -> None:
         """Drop guesses that will not come true."""
-        held = self._guesses.get(instance)
+        held = self._guesses.get((instance, Plane.GUESS))
         if held is not None:
             gone = [k for k in keys if held.until.pop(k, None) is not None]
             self.remove(instance, gone, Plane.GUESS)
@@ -160,11 +165,10 @@ class PrefixIndex:
     def expire(self, now: float) -> None:
         """Drop guesses whose time is over."""
         while self._due and self._due[0][0] <= now:
-            _, _, instance, keys = heapq.heappop(self._due)
-            held = self._guesses.get(instance)
-            if held is None:
-                continue
-            self.remove(instance, held.old(keys, now), Plane.GUESS)
+            _, _, instance, plane, keys = heapq.heappop(self._due)
+            held = self._guesses.get((instance, plane))
+            if held is not None:
+                self.remove(instance, held.old(keys, now), plane)
 
     def _change(self, keys: Keys, turn: _Turn) -> None:
         table = self._table
@@ -203,11 +207,7 @@ class PrefixIndex:
             holed |= self._closed_depths(closed, length, holders, found)
         if holed:
             self._walk(holed, length, holders, found)
-        return {
-            name: Depth(depth, self._gpu(chain, slot, depth))
-            for slot, depth in found.items()
-            if (name := self._names[slot])
-        }
+        return {name: self._depth(chain, slot, depth) for slot, depth in found.items() if (name := self._names[slot])}
 
     def _holders(self, chain: Chain) -> _Holders:
         seen: dict[int, int] = {}
@@ -272,15 +272,27 @@ class PrefixIndex:
         for slot in _bits(mask):
             found[slot] = length
 
-    def _gpu(self, chain: Chain, slot: int, depth: int) -> int:
-        """Blocks of the depth in the engine's own memory; slower tiers hold the tail of a chain that has left it."""
-        masks, get = self._sets.masks, self._table.get
-        if masks[get(chain.key(depth - 1))][Plane.GPU] >> slot & 1:
-            return depth
-        low, high = 0, depth - 1
+    def _depth(self, chain: Chain, slot: int, blocks: int) -> Depth:
+        """With the blocks of it that are there for sure, and those in the engine's own memory: slower tiers hold the tail of a chain
+        that has left it."""
+        sets, get = self._sets, self._table.get
+        last = get(chain.key(blocks - 1))
+        gpu, sure = sets.masks[last][Plane.GPU] >> slot & 1, sets.sure[last] >> slot & 1
+        if gpu and sure:
+            return Depth(blocks, blocks, blocks)
+        there = blocks if sure else self._until(blocks - 1, lambda i: sets.sure[get(chain.key(i))] >> slot & 1)
+        near = self._until(min(there, blocks - 1), lambda i: sets.masks[get(chain.key(i))][Plane.GPU] >> slot & 1)
+        return Depth(blocks, near, there)
+
+    @staticmethod
+    def _until(high: int, holds: Callable[[int], int]) -> int:
+        """First index that does not hold, of those before `high` that hold up to somewhere."""
+        low = 0
+        if not high or not holds(0):
+            return 0
         while low < high:
             middle = (low + high) // 2
-            if masks[get(chain.key(middle))][Plane.GPU] >> slot & 1:
+            if holds(middle):
                 low = middle + 1
             else:
                 high = middle

@@ -19,6 +19,8 @@ RUN = 48
 """Keys from which a run goes through numpy."""
 _FEWEST = 1024
 PLACE_BYTES = 13
+_ZERO = 0x9E3779B97F4A7C15
+"""Stands for key 0, which marks a free place."""
 
 
 class BlockTable:
@@ -42,6 +44,7 @@ class BlockTable:
 
     def get(self, key: int) -> int:
         """Set of a key; 0 where nobody holds it."""
+        key = key or _ZERO
         keys, mask = self._k, self._mask
         at = key & mask
         while (found := keys[at]) != key:
@@ -52,6 +55,7 @@ class BlockTable:
 
     def change(self, key: int, turn: Callable[[int], int]) -> None:
         """Replace a key's set by `turn(set)`; a key that is not there has set 0, and is not put there for set 0."""
+        key = key or _ZERO
         keys, mask = self._k, self._mask
         at = key & mask
         while (found := keys[at]) != key:
@@ -76,6 +80,8 @@ class BlockTable:
             for key in keys.tolist():
                 self.change(key, turn)
             return
+        if not keys.all():
+            keys = np.where(keys == 0, np.uint64(_ZERO), keys)
         while self._used + len(keys) > _FULL * (self._mask + 1):
             self._grow(self._used + len(keys))
         places = self._places(keys)

@@ -72,7 +72,8 @@ class KVCachePolicy:
             choice = local(request, view, one, held[one].blocks if one in held else 0, "explored")
             return planned(self.name, request, view, self.random, choice, 1)
         deep = sorted(held, key=lambda i: (-held[i].blocks, self.random.random()))[: self.options.holders]
-        found = [self._best_at(i, request, view, held, deep) for i in dict.fromkeys([*deep, *near])]
+        senders = sorted(deep, key=lambda i: -held[i].sure)[:3]
+        found = [self._best_at(i, request, view, held, senders) for i in dict.fromkeys([*deep, *near])]
         best = min(found, key=lambda f: (f[0], self.random.random()))
         choice = self._choice(best, request, view, held)
         return planned(self.name, request, view, self.random, choice, len(found))
@@ -83,7 +84,7 @@ class KVCachePolicy:
         request: Request,
         view: ClusterView,
         held: Mapping[InstanceId, Depth],
-        deep: list[InstanceId],
+        deepest: list[InstanceId],
     ) -> _Found:
         """The best way to serve the request on this instance. Numbers only: this runs for every candidate of every request."""
         tokens, queue = request.tokens, view.queue_s(instance)
@@ -94,9 +95,9 @@ class KVCachePolicy:
         alone = seconds
         if self.options.transfers:
             least = self.options.threshold * max(own, 1)
-            senders = [i for i in deep[:3] if i != instance and held[i].blocks > least]
+            senders = [i for i in deepest if i != instance and held[i].sure > least]  # what still waits cannot be sent
             for sender in senders[:2]:
-                cached = held_tokens(request, held[sender].blocks)
+                cached = held_tokens(request, held[sender].sure)
                 fetched = view.transfer_s(sender, instance, cached - own_tokens) + view.prefill_s(
                     instance, tokens, cached
                 )
@@ -122,7 +123,7 @@ class KVCachePolicy:
         own = held[instance].blocks if instance in held else 0
         if way == _OWN:
             return local(request, view, instance, own, "its own blocks" if own else "computed")
-        most, own_tokens = held[way].blocks, held_tokens(request, own)
+        most, own_tokens = held[way].sure, held_tokens(request, own)
         cached = held_tokens(request, most)
         return Choice(
             instance,

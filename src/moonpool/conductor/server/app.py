@@ -12,6 +12,7 @@ from __future__ import annotations
 import hmac
 import uuid
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,11 +28,13 @@ from moonpool.conductor.registry import InstanceEntry
 from moonpool.conductor.scheduler import Booked
 from moonpool.conductor.server.exchange import Exchange, Receive, Scope, Send, error_body
 from moonpool.conductor.server.front import PATHS, Front, FrontOptions
+from moonpool.conductor.server.state import state
 from moonpool.conductor.service import Conductor
 from moonpool.conductor.types import Refusal, Request
 from moonpool.errors import ConfigError, MoonpoolError, RequestError
 
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
+_PAGE = Path(__file__).with_name("dashboard.html")
 _OPEN = frozenset({"/health", "/ready"})
 
 
@@ -95,6 +98,8 @@ class ConductorApp:
             Route("/instances/{id}", _safe(self._remove), methods=["DELETE"]),
             Route("/instances/{id}/drain", _safe(self._drain), methods=["POST"]),
             Route("/debug/decisions", _safe(self._decisions), methods=["GET"]),
+            Route("/debug/state", _safe(self._state), methods=["GET"]),
+            Route("/", _safe(self._page), methods=["GET"]),
             Route("/metrics", _safe(self._scrape), methods=["GET"]),
             Route("/health", _safe(self._health), methods=["GET"]),
             Route("/ready", _safe(self._ready), methods=["GET"]),
@@ -118,6 +123,14 @@ class ConductorApp:
 
     async def _scrape(self, _: HttpRequest) -> Response:
         return Response(generate_latest(self._metrics), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _state(self, _: HttpRequest) -> Response:
+        return _json(state(self.conductor))
+
+    async def _page(self, _: HttpRequest) -> Response:
+        """The dashboard: one file, which asks for `/debug/state` every second."""
+        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+        return Response(_PAGE.read_bytes(), media_type="text/html", headers={"content-security-policy": policy})
 
     async def _decisions(self, request: HttpRequest) -> Response:
         last = request.query_params.get("last", "100")
