@@ -94,7 +94,7 @@ def test_j2_default_ports_are_pairwise_different() -> None:
         client.FLAGS["port"].default,
         client.FLAGS["http_port"].default,
     ]
-    assert len({*ours, *peers}) == len(ours) + len(peers) == 10
+    assert len({*ours, *peers}) == len(ours) + len(peers) == 11
     # One protocol, one port: Moonpool's metadata server answers at the peer's.
     assert master.FLAGS["http_metadata_server_port"].default == ports.METADATA
 
