@@ -14,6 +14,8 @@ from moonpool.c2c.commands import app
 from moonpool.c2c.judging.report import read_report
 from tests.c2c.tiny import text, tiny_model
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -69,11 +71,45 @@ def test_fit_then_eval_side_by_side(place: Path) -> None:
     assert (place / "o" / "report.png").read_bytes().startswith(b"\x89PNG")
     run(
         place, "eval", "--bundle", f"{place}/linear", "--facts", "1", "--kind", "code", "--compute", "bfloat16", "--checks", "0",
-        "--into-bundle",
+        "--fact-form", "code", "--into-bundle",
     )  # fmt: skip
     other = read_report(place / "linear" / "report-code.json")
     assert (other.kind, other.protocol.compute, other.by_length) == ("code", "bfloat16", [])
+    assert (report.protocol.fact_form, other.protocol.fact_form) == ("lines", "code")
     assert open_bundle(place / "linear").sums["report.json"]  # the main report stays
+
+
+def test_the_bundled_pair_is_judged_with_all_blocks(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for i in range(9):  # two are held out, six are fit's to choose by, and one is left
+        (tmp_path / "texts" / f"{i}.txt").write_text(text(i, words=700))
+    models = ["--source", f"{ROOT}/models/moon-large", "--target", f"{ROOT}/models/moon-small"]
+    result = CliRunner().invoke(
+        app,
+        [
+            "eval", *models, "--bundle", f"{ROOT}/bundles/moon-large-to-moon-small", "--text", f"{tmp_path}/texts",
+            "--work", f"{tmp_path}/kept", "--out", f"{tmp_path}/out", "--prefix", "64", "--held", "2", "--facts", "1",
+            "--checks", "1", "--generate", "4",
+        ],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == ["report.json", "report.md", "report.png"]
+    found = read_report(tmp_path / "out" / "report.json")
+    p = found.protocol
+    assert (p.documents, p.fact_documents, p.long_documents, p.generated_tokens) == (2, 1, 1, 4)
+    assert {"mapped", "tail16", "source", "shuffled_keys", "wrong_mapped", "zeros"} <= {a.name for a in found.arms}
+    assert len(found.arm("mapped").attention_cosine) == len(found.r2_k) == len(found.r2_v) == 5
+    assert [c.tokens for c in found.by_length] == [32, 64]
+    assert found.long
+    assert found.long.tokens == 256
+    assert found.by_position[-1].end == p.continuation_tokens
+    assert found.turns
+    assert found.generation_retention is not None
+    assert 0 < found.flops_per_token < found.prefill_flops_per_token
+    assert found.weights == open_bundle(ROOT / "bundles/moon-large-to-moon-small").sums["weights.safetensors"]
+    told = (tmp_path / "out" / "report.md").read_text()
+    for block in ("R² of keys", "tokens behind the prefix", "| 256 | 1 |", "KL by turn", "Greedy answers", "MFLOP"):
+        assert block in told
 
 
 @pytest.mark.parametrize("variant", ["head-local", "trunk", "look-back"])

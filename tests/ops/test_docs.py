@@ -76,6 +76,7 @@ def test_the_ports_table_is_that_of_the_code() -> None:
         ports.MESSENGER_HTTP,
         ports.METADATA,
         ports.ENGINE,
+        ports.CONDUCTOR,
     ]
 
 

@@ -139,6 +139,7 @@ def test_the_masters_metrics_name_messengers_and_tenants_with_a_quota(tmp_path: 
         small.client(tenant="t").put("key", b"x" * 1000)
         small.client(tenant="invented").put("key", b"x" * 1000)
         assert eventually(lambda: small.service.quotas().get("t") == (5 * MIB, 1000))
+        assert eventually(lambda: small.service.keys() == 2)
         text = text_of(MasterMetrics(small.service))
     assert value(text, "moonpool_master_messengers") == 2
     assert value(text, "moonpool_master_keys") == 2

@@ -51,7 +51,8 @@ class Resources:
         found = [f"descriptors: {dict(d)}" for d in [after.descriptors - self.descriptors] if d]
         found += [f"threads: {dict(t)}" for t in [after.threads - self.threads] if t]
         found += [f"child processes: {sorted(c)}" for c in [after.children - self.children] if c]
-        found += [f"files in /dev/shm: {sorted(f)}" for f in [after.shm_files - self.shm_files] if f]
+        if new := after.shm_files - self.shm_files:
+            found += [f"files in /dev/shm: {sorted(f)}" for f in [new - _mapped_by_strangers(new)] if f]
         if after.shared_maps > self.shared_maps:
             found.append(f"shared mappings: {self.shared_maps} before, {after.shared_maps} after")
         if any(b < a for b, a in zip(self.handles, after.handles, strict=True)):
@@ -111,3 +112,18 @@ def _descriptors() -> Counter[str]:
 def _shared_maps() -> int:
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sum("/memfd:moonpool" in line or " /dev/shm/" in line for line in lines)
+
+
+def _mapped_by_strangers(names: frozenset[str]) -> frozenset[str]:
+    """Those of these files in /dev/shm that a process which is neither this one nor its child has mapped: they are its own."""
+    ours = {os.getpid(), *children_of(os.getpid())}
+    found: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        if int(process.name) in ours:
+            continue
+        try:
+            mapped = (process / "maps").read_text()
+        except OSError:
+            continue  # it has just ended, or is another user's
+        found.update(n for n in names if f" /dev/shm/{n}\n" in mapped)
+    return frozenset(found)

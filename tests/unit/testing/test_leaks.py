@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,33 @@ def test_mappings() -> None:
     with pytest.raises(AssertionError, match="shared mappings"), no_leaks(grace_s=0):
         segment = Segment.create(4096)
     segment.close()
+
+
+_STRANGER = """
+import mmap, sys
+sys.stdin.readline()
+with open(sys.argv[1], "w+b") as file:
+    file.truncate(4096)
+    held = mmap.mmap(file.fileno(), 4096)
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_files_in_shared_memory_but_not_those_that_a_stranger_uses() -> None:
+    path = Path(f"/dev/shm/moonpool-leak-{os.getpid()}")
+    with pytest.raises(AssertionError, match=path.name), no_leaks(grace_s=0):
+        path.touch()
+    path.unlink()
+    words = ["sh", "-c", '"$0" -c "$1" "$2"; true', sys.executable, _STRANGER, str(path)]  # no child: a child's child
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as shell:
+        assert shell.stdin
+        assert shell.stdout
+        with no_leaks(grace_s=0):
+            print(file=shell.stdin, flush=True)
+            assert shell.stdout.readline() == "there\n"
+            assert path.exists()
+    path.unlink()
 
 
 def test_handles() -> None:

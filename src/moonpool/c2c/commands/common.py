@@ -118,11 +118,14 @@ def long_documents(pair: Pair, text: list[Path], judged: set[str], length: int, 
     return found
 
 
-def fact_documents(pair: Pair, prefix: int, count: int, seed: int, page_size: int = 16) -> list[FactDocument]:
+def fact_documents(
+    pair: Pair, prefix: int, count: int, seed: int, page_size: int = 16, form: str = "lines"
+) -> list[FactDocument]:
     """Fact documents of `prefix` tokens, the first page and the end free of facts."""
     from moonpool.c2c.fitting.capture import load_tokenizer
     from moonpool.c2c.fitting.facts import FactWriter
+    from moonpool.c2c.fitting.facts_forms import FORMS
 
-    writer = FactWriter(load_tokenizer(pair[1].folder), seed=seed)
+    writer = FactWriter(load_tokenizer(pair[1].folder), seed=seed, form=FORMS[form])
     lines = max(2, min(12, prefix // 32))
     return [writer.document(prefix, facts=lines, margin=max(16, page_size)) for _ in range(count)]

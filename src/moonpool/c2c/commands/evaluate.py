@@ -41,6 +41,12 @@ class Kind(Enum):
     CHAT = "chat"
 
 
+class FactForm(Enum):
+    LINES = "lines"
+    SENTENCES = "sentences"
+    CODE = "code"
+
+
 class Compute(Enum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -58,6 +64,9 @@ def evaluate(
     seed: Seed = 0,
     held: Held = 12,
     facts: Annotated[int, typer.Option(min=0, help="fact documents")] = 8,
+    fact_form: Annotated[
+        FactForm, typer.Option(help="lines `Ada: amber`, sentences, or assignments in code")
+    ] = FactForm.LINES,
     checks: Annotated[int, typer.Option(min=0, help="documents for the measures that take many passes")] = 4,
     generate: Annotated[int, typer.Option(min=1, help="tokens of a greedy answer, for the retention")] = 32,
     kind: Annotated[
@@ -90,13 +99,14 @@ def evaluate(
         seed=seed,
         texts=tuple(parts.judged),
         kind=kind.value,
+        fact_form=fact_form.value,
         checks=checks,
         generate=generate,
     )
     opened = open_bundle(bundle)
     other = _checked(open_bundle(compare), pair, page_size, parts) if compare else None
     evaluator = judge.Evaluator(*pair, _checked(opened, pair, page_size, parts), options, other)
-    asked = fact_documents(pair, prefix, facts, seed, page_size)
+    asked = fact_documents(pair, prefix, facts, seed, page_size, fact_form.value)
     long = long_documents(pair, text, set(parts.judged), options.long_tokens, checks, seed)
     found = replace(judge.evaluate(evaluator, parts.report, asked, console, long), weights=opened.sums[WEIGHTS])
     Console().print(reports.table(found))

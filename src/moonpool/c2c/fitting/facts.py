@@ -1,7 +1,7 @@
 """Questions whose answers stand only in the context: does a cache carry facts, or just the mood of a text?
 
-A document is ordinary sentences with lines `Name: value` between them; a question is `\\nName:` and its answer ` value`. Values
-are drawn at random, so nothing that a model learned helps, and questions are drawn with replacement, so that elimination
+A document is ordinary sentences with facts between them, in one of several forms (`facts_forms`): lines `Name: value`, a question
+`\\nName:`, and its answer ` value`, say. Values are drawn at random, so nothing that a model learned helps, and questions are drawn with replacement, so that elimination
 does not help either. Every document has a *twin*: the same sentences and names with other values. Serving the twin's cache
 must give the twin's answers, i.e. none of the document's.
 """
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moonpool.c2c.fitting.facts_forms import LINES, Form
 from moonpool.c2c.fitting.facts_words import NAMES, VALUES
 from moonpool.errors import ConfigError
 
@@ -32,13 +33,19 @@ SENTENCES = (
 """Filler where the caller has no text of the models' own domain."""
 
 
+def _nothing() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`prompt` continues the document; `answer` are the tokens of the right value, `wrong` those of the twin's."""
+    """`prompt` continues the document; `answer` are the tokens of the right value, `wrong` those of the twin's; `end` follows an
+    answer where the form of the facts ends it with a sign."""
 
     prompt: Tensor
     answer: Tensor
     wrong: Tensor
+    end: Tensor = field(default_factory=_nothing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +60,17 @@ class FactDocument:
 
     def told(self) -> Tensor:
         """The document, then its questions with their answers: what a fit reads."""
-        return torch.cat([self.tokens, *(t for q in self.questions for t in (q.prompt, q.answer))])
+        return torch.cat([self.tokens, *(t for q in self.questions for t in (q.prompt, q.answer, q.end))])
 
 
 class FactWriter:
-    """Writes fact documents with one tokenizer (transformers' or anything with `encode(text, add_special_tokens=)`)."""
+    """Writes fact documents of one form with one tokenizer (transformers' or anything with `encode(text, add_special_tokens=)`)."""
 
-    def __init__(self, tokenizer: Any, *, sentences: Sequence[str] = SENTENCES, seed: int = 0) -> None:
-        self._tokenizer, self._sentences, self._rng = tokenizer, list(sentences), random.Random(seed)
+    def __init__(
+        self, tokenizer: Any, *, sentences: Sequence[str] = SENTENCES, seed: int = 0, form: Form = LINES
+    ) -> None:
+        self._tokenizer, self._form, self._rng = tokenizer, form, random.Random(seed)
+        self._sentences = [form.between(s) for s in sentences]
 
     def document(self, length: int, *, facts: int = 12, questions: int = 8, margin: int = 16) -> FactDocument:
         """One document. Its first `margin` tokens hold no fact, so that a native first page answers nothing, and neither do its
@@ -73,7 +83,7 @@ class FactWriter:
         plan = self._plan(length - margin, names, (mine, other), margin)
         while self._size(plan, names, (mine, other)) < length + margin:
             plan.append(self._rng.choice(self._sentences))
-        tokens, twin = (self._encode(_text(plan, names, values))[:length] for values in (mine, other))
+        tokens, twin = (self._encode(self._text(plan, names, values))[:length] for values in (mine, other))
         asked = [self._rng.randrange(facts) for _ in range(questions)]
         return FactDocument(tokens, twin, [self._question(names[i], mine[i], other[i]) for i in asked], facts)
 
@@ -94,17 +104,17 @@ class FactWriter:
 
     def _size(self, plan: list[str | int], names: list[str], values: tuple[list[str], list[str]]) -> int:
         """Tokens of the longer of document and twin."""
-        return max(len(self._encode(_text(plan, names, v))) for v in values)
+        return max(len(self._encode(self._text(plan, names, v))) for v in values)
 
     def _question(self, name: str, value: str, wrong: str) -> Question:
-        return Question(self._encode(f"\n{name}:"), self._encode(f" {value}"), self._encode(f" {wrong}"))
+        f = self._form
+        return Question(*(self._encode(t) for t in (f.ask(name), f.say(value), f.say(wrong), f.end)))
+
+    def _text(self, plan: list[str | int], names: list[str], values: list[str]) -> str:
+        return "\n".join(p if isinstance(p, str) else self._form.tell(names[p], values[p]) for p in plan)
 
     def _encode(self, text: str) -> Tensor:
         return torch.tensor(self._tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
-
-
-def _text(plan: list[str | int], names: list[str], values: list[str]) -> str:
-    return "\n".join(p if isinstance(p, str) else f"{names[p]}: {values[p]}" for p in plan)
 
 
 def is_exact(logits: Tensor, question: Question, decode: Callable[[int], str]) -> bool:

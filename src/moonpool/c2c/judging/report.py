@@ -60,6 +60,7 @@ class Protocol(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     compute: str = "float32"
     """What both models computed in."""
     fact_form: str = "lines"
+    """How facts are told and asked for (`fitting.facts_forms`)."""
     length_documents: int = 0
     """Documents of `by_length`; likewise below."""
     long_documents: int = 0
@@ -247,7 +248,7 @@ def _caption(report: Report) -> str:
     p = report.protocol
     facts = ""
     if p.fact_questions:
-        facts = f"; {p.fact_questions} questions on {p.fact_documents} fact documents, chance {p.fact_chance:.3f}"
+        facts = f"; {p.fact_questions} questions on {p.fact_documents} fact documents ({p.fact_form}), chance {p.fact_chance:.3f}"
     return (
         f"{p.documents} held-out documents: {p.prefix_tokens} tokens of prefix, then {p.continuation_tokens}; "
         f"pages of {p.page_size}, page 0 {p.first_page}; no_context = {p.no_context}{facts}"
