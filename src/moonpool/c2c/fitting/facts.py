@@ -1,9 +1,9 @@
 """Questions whose answers stand only in the context: does a cache carry facts, or just the mood of a text?
 
 A document is ordinary sentences with facts between them, in one of several forms (`facts_forms`): lines `Name: value`, a question
-`\\nName:`, and its answer ` value`, say. Values are drawn at random, so nothing that a model learned helps, and questions are drawn with replacement, so that elimination
-does not help either. Every document has a *twin*: the same sentences and names with other values. Serving the twin's cache
-must give the twin's answers, i.e. none of the document's.
+`\\nName:` and its answer ` value`, say. Values are drawn at random, so nothing that a model learned helps, and questions are drawn
+with replacement, so that elimination does not help either. Every document has a *twin*: the same sentences and names with other
+values. Serving the twin's cache must give the twin's answers, i.e. none of the document's.
 """
 
 from __future__ import annotations
