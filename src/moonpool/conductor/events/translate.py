@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from typing import Protocol
 
 from moonpool.conductor.chain import Context, chained
@@ -64,6 +65,17 @@ class Translator:
         self._orphans.clear()
         self._order.clear()
         self._index.clear(self._instance)
+
+    def tiers(self, hashes: Sequence[EngineHash]) -> tuple[int, int, int]:
+        """Of the engine's own hashes, how many from the start are in its memory, in that or the CPU's, and in any tier."""
+        found = []
+        for planes in (
+            1 << Plane.GPU,
+            1 << Plane.GPU | 1 << Plane.CPU,
+            1 << Plane.GPU | 1 << Plane.CPU | 1 << Plane.DISK,
+        ):
+            found.append(next((i for i, h in enumerate(hashes) if not self._planes.get(h, 0) & planes), len(hashes)))
+        return found[0], found[1], found[2]
 
     def _store(self, event: BlockStored) -> None:
         if event.group:

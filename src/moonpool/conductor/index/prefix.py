@@ -284,6 +284,18 @@ class PrefixIndex:
         near = self._until(min(there, blocks - 1), lambda i: sets.masks[get(chain.key(i))][Plane.GPU] >> slot & 1)
         return Depth(blocks, near, there)
 
+    def tiers(self, chain: Chain, instance: InstanceId) -> tuple[int, int, int]:
+        """Blocks from the start that are in its own memory, in that or in CPU memory, and in any of its tiers."""
+        slot = self._slots.get(instance)
+        if slot is None or not len(chain):
+            return 0, 0, 0
+        masks, get = self._sets.masks, self._table.get
+
+        def deep(*planes: Plane) -> int:
+            return self._until(len(chain), lambda i: any(masks[get(chain.key(i))][p] >> slot & 1 for p in planes))
+
+        return deep(Plane.GPU), deep(Plane.GPU, Plane.CPU), deep(Plane.GPU, Plane.CPU, Plane.DISK)
+
     @staticmethod
     def _until(high: int, holds: Callable[[int], int]) -> int:
         """First index that does not hold, of those before `high` that hold up to somewhere."""

@@ -22,12 +22,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from moonpool.conductor.indexer import Indexer
 from moonpool.conductor.metrics import ConductorMetrics
 from moonpool.conductor.prompts import PromptBody
 from moonpool.conductor.registry import InstanceEntry
 from moonpool.conductor.scheduler import Booked
 from moonpool.conductor.server.exchange import Exchange, Receive, Scope, Send, error_body
 from moonpool.conductor.server.front import PATHS, Front, FrontOptions
+from moonpool.conductor.server.mooncake_api import mooncake_routes
 from moonpool.conductor.server.state import state
 from moonpool.conductor.service import Conductor
 from moonpool.conductor.types import Refusal, Request
@@ -60,7 +62,8 @@ class ConductorApp:
         self._metrics = CollectorRegistry()
         self._metrics.register(ConductorMetrics(conductor))
         self._booked: dict[str, Booked] = {}
-        self._app = Starlette(routes=[*self._routes(), *(routes or [])])
+        self._indexer = Indexer()
+        self._app = Starlette(routes=[*self._routes(), *mooncake_routes(self._indexer), *(routes or [])])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -85,6 +88,7 @@ class ConductorApp:
         await self.conductor.start()
         await send({"type": "lifespan.startup.complete"})
         await receive()
+        await self._indexer.close()
         await self.conductor.stop()
         await send({"type": "lifespan.shutdown.complete"})
 
