@@ -15,10 +15,12 @@ def page(report: Report) -> bytes:
     """PNG. Raises ConfigError where matplotlib is missing."""
     plt = plotting()
     figure, axes = plt.subplots(3, 2, figsize=(11, 12), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.1)
     panels = (_by_layer, _r2, _by_position, _by_length, _arms, _cost)
     for draw, ax in zip(panels, axes.flat, strict=True):
         draw(ax, report)
         ax.grid(alpha=0.3)
+        ax.set_axisbelow(True)
     p = report.protocol
     measured = f"{p.documents} held-out documents ({report.kind}), {p.prefix_tokens} tokens of prefix, then {p.continuation_tokens}"
     figure.suptitle(f"{report.source} → {report.target} ({report.projector})\n{measured}", fontsize=11)
@@ -98,7 +100,7 @@ def _cost(ax: Any, report: Report) -> None:
         ylabel="recovery",
         ylim=(min([-0.1, *(a.recovery or 0 for a, _ in points)]), 1.1),
     )
-    ax.legend(fontsize=8, loc="center")
+    ax.legend(fontsize=8, loc="best")
 
 
 def _points(report: Report) -> list[tuple[Arm, float]]:
