@@ -29,6 +29,8 @@ class Lease:
     """Of prompt and answer: what the decode instance must hold."""
     booked: float
     deadline: float
+    due: float = 0.0
+    """When its first token is expected."""
     stage: Stage = "queued"
     started: float = 0.0
     decoding: float = 0.0
@@ -99,7 +101,7 @@ class Ledger:
         self._next += 1
         queue = self.queue_s(prefill, now)
         deadline = now + max(self._least, self._overdue * (queue + prefill_s + decode_s))
-        lease = Lease(self._next, prefill, decode, prefill_s, tokens, now, deadline)
+        lease = Lease(self._next, prefill, decode, prefill_s, tokens, now, deadline, now + queue + prefill_s)
         self._leases[lease.id] = lease
         if (p := self._prefill.get(prefill)) is not None:
             p.leases[lease.id] = lease
