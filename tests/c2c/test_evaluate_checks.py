@@ -213,6 +213,8 @@ def test_a_report_is_a_page_of_plots(broken: Report) -> None:
 
 def test_what_is_measured_is_told(broken: Report) -> None:
     told = markdown(broken)
+    assert "\n| 0 | " in told
+    assert "\n| 8–14 | " in told
     for words in ("tokens behind the prefix", "| 512 | 1 |", "by turn", "Greedy answers of 6 tokens", "MFLOP"):
         assert words in told
 

@@ -9,6 +9,8 @@ from moonpool.c2c.judging.report import Arm, Report
 from moonpool.plotting import plotting
 
 _INK = {"mapped": "tab:blue", "compare": "tab:orange", "tail16": "tab:cyan", "native": "black"}
+_DASHES = {"compare": (0, (4, 4)), "wrong_document": ":"}
+"""Of lines that may lie on another: what is under `compare` shows between its dashes."""
 
 
 def page(report: Report) -> bytes:
@@ -33,8 +35,10 @@ def page(report: Report) -> bytes:
 def _by_layer(ax: Any, report: Report) -> None:
     for arm in report.arms:
         if arm.attention_cosine and arm.name in (*_INK, "wrong_document"):
-            colour, style = _INK.get(arm.name, "tab:gray"), "--" if arm.name not in _INK else "-"
-            ax.plot(arm.attention_cosine, style, color=colour, marker=".", label=arm.name)
+            style = _DASHES.get(arm.name, "-")
+            ax.plot(
+                arm.attention_cosine, linestyle=style, color=_INK.get(arm.name, "tab:gray"), marker=".", label=arm.name
+            )
     ax.set(title="attention output against native", xlabel="target layer", ylabel="cosine")
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(fontsize=8)
@@ -51,7 +55,7 @@ def _r2(ax: Any, report: Report) -> None:
 def _by_position(ax: Any, report: Report) -> None:
     if not report.by_position:
         return _empty(ax, "quality by position")
-    names = [f"{s.start}–{s.end - 1}" if s.end - s.start > 1 else str(s.start) for s in report.by_position]
+    names = [s.label for s in report.by_position]
     ax.bar(names, [s.kl_mean for s in report.by_position], color=_INK["mapped"], alpha=0.6)
     ax.set(title="by position", xlabel="tokens behind the prefix", ylabel="KL, nats")
     _agreement(ax, names, [s.top1 for s in report.by_position])
@@ -91,7 +95,11 @@ def _cost(ax: Any, report: Report) -> None:
     """Cost against quality; the line is what the target would pay to compute the tokens itself."""
     own, points = report.prefill_flops_per_token, _points(report)
     for arm, cost in points:
-        ax.scatter(cost / 1e6, arm.recovery or 0.0, color=_INK.get(arm.name, "tab:gray"), label=arm.name, zorder=3)
+        ink, place = _INK.get(arm.name, "tab:gray"), (cost / 1e6, arm.recovery or 0.0)
+        if arm.name == "compare":  # a ring: both show where two maps are alike
+            ax.scatter(*place, s=110, facecolors="none", edgecolors=ink, label=arm.name, zorder=3)
+        else:
+            ax.scatter(*place, color=ink, label=arm.name, zorder=3)
     ax.axvline(own / 1e6, color="black", linestyle="--", linewidth=1, label="the target's own prefill at 1 K")
     ax.axhline(1, color="black", linewidth=0.5)
     ax.set(

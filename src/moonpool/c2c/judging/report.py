@@ -78,6 +78,10 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kl_mean: float
     top1: float
 
+    @property
+    def label(self) -> str:
+        return str(self.start) if self.end - self.start == 1 else f"{self.start}–{self.end - 1}"
+
 
 class LengthCheck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The `mapped` arm behind a prefix of this length, on the tokens that follow it."""
@@ -218,7 +222,7 @@ def _more(report: Report) -> list[str]:
     p, lines = report.protocol, [""]
     if report.by_position:
         lines += ["| tokens behind the prefix | KL | top-1 |", "|---|---|---|"]
-        lines += [f"| {s.start}–{s.end - 1} | {s.kl_mean:.3f} | {s.top1:.3f} |" for s in report.by_position]
+        lines += [f"| {s.label} | {s.kl_mean:.3f} | {s.top1:.3f} |" for s in report.by_position]
         lines += [""]
     if lengths := [*report.by_length, *([report.long] if report.long else [])]:
         lines += ["| prefix | documents | KL | top-1 | recovery |", "|---|---|---|---|---|"]
