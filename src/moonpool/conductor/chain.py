@@ -67,12 +67,15 @@ class TokenChain:
     def key(self, index: int) -> int:
         if not 0 <= index < self._count:
             raise IndexError(index)
-        keys, size = self._keys, self._size
+        keys = self._keys
+        if index < len(keys):
+            return keys[index]
+        size, raw, hashed, add = self._size, self._raw, xxhash.xxh3_64_intdigest, keys.append
         parent = keys[-1] if keys else self._root
-        for i in range(len(keys), index + 1):
-            parent = xxhash.xxh3_64_intdigest(self._raw[i * size : (i + 1) * size], seed=parent)
-            keys.append(parent)
-        return keys[index]
+        for at in range(len(keys) * size, (index + 1) * size, size):
+            parent = hashed(raw[at : at + size], parent)
+            add(parent)
+        return parent
 
     def keys(self) -> Sequence[int]:
         if self._count:

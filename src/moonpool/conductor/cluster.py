@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.conductor.index import PrefixIndex
@@ -91,6 +91,10 @@ class View:
 
     def requests(self, instance: InstanceId, role: Role) -> int:
         return self._c.ledger.queued(instance) if role == "prefill" else self._c.ledger.batch(instance)
+
+    def kind(self, instance: InstanceId) -> Hashable:
+        m = self._c.members[instance]
+        return id(m.perf), m.correction.factor
 
     def queue_s(self, instance: InstanceId) -> float:
         return self._c.ledger.queue_s(instance, self.now)

@@ -103,9 +103,10 @@ class Scheduler:
         return lease
 
     def _guess(self, request: Request, plan: Plan, now: float, for_s: float, plane: Plane = Plane.GUESS) -> None:
-        keys = request.chain.keys()
-        if keys and plan.prefill in self.cluster.members:
-            self.cluster.index.guess(plan.prefill, keys, now, for_s, plane)
+        """Of a prompt that waits, only what the instance has not got anyway; of one that is done, all: its blocks were just used."""
+        held = plan.own_tokens // request.block_size if plane is Plane.GUESS else 0
+        if held < len(request.chain) and plan.prefill in self.cluster.members:
+            self.cluster.index.guess(plan.prefill, request.chain.keys()[held:], now, for_s, plane)
 
     def prefilled(self, booked: Booked, request: Request, started: float | None, now: float) -> None:
         """A prefill ended: a sample for its instance, and where no events come, its blocks stand for longer."""

@@ -6,7 +6,7 @@ up to its end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -151,6 +151,10 @@ class ClusterView(Protocol):
 
     def requests(self, instance: InstanceId, role: Role) -> int:
         """Queued and running."""
+        ...
+
+    def kind(self, instance: InstanceId) -> Hashable:
+        """Instances of one kind take the same time for the same prefill."""
         ...
 
     def queue_s(self, instance: InstanceId) -> float:

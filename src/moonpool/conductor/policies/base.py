@@ -56,7 +56,7 @@ def decode_for(
     """Of those with room for prompt and answer: least predicted time between tokens; equal ones by room, then by chance. Few are
     looked at: the least loaded. The prefill instance itself, where it decodes too, wins among equals: nothing moves."""
     need = request.tokens + request.output_tokens
-    near = view.least_loaded("decode", 16)
+    near = view.least_loaded("decode", 8)
     found = [i for i in near if view.kv_room(i) >= need] or [
         i for i in view.instances("decode") if view.kv_room(i) >= need
     ]

@@ -17,7 +17,7 @@ Beside the algorithm as printed:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import msgspec
 
@@ -45,9 +45,9 @@ class KVCacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """θ: a holder must have this many times what the candidate has before blocks are moved to it."""
     transfers: bool = True
     """False: `local`, the cache-aware policy without transfers."""
-    holders: int = 16
+    holders: int = 8
     """Deepest holders among the candidates."""
-    idle: int = 16
+    idle: int = 8
     """Least loaded among the candidates."""
     explore: float = 0.01
     """Share of requests that go to a random one of the least loaded."""
@@ -73,7 +73,8 @@ class KVCachePolicy:
             return planned(self.name, request, view, self.random, choice, 1)
         deep = sorted(held, key=lambda i: (-held[i].blocks, self.random.random()))[: self.options.holders]
         senders = sorted(deep, key=lambda i: -held[i].sure)[:3]
-        found = [self._best_at(i, request, view, held, senders) for i in dict.fromkeys([*deep, *near])]
+        known: dict[Hashable, tuple[float, float, InstanceId]] = {}
+        found = [self._best_at(i, request, view, held, senders, known) for i in dict.fromkeys([*deep, *near])]
         best = min(found, key=lambda f: (f[0], self.random.random()))
         choice = self._choice(best, request, view, held)
         return planned(self.name, request, view, self.random, choice, len(found))
@@ -85,24 +86,17 @@ class KVCachePolicy:
         view: ClusterView,
         held: Mapping[InstanceId, Depth],
         deepest: list[InstanceId],
+        known: dict[Hashable, tuple[float, float, InstanceId]],
     ) -> _Found:
-        """The best way to serve the request on this instance. Numbers only: this runs for every candidate of every request."""
-        tokens, queue = request.tokens, view.queue_s(instance)
+        """The best way to serve the request on this instance. Numbers only: this runs for every candidate of every request; `known`
+        has what was reckoned for others of its kind that hold as much."""
+        queue = view.queue_s(instance)
         own = held[instance].blocks if instance in held else 0
-        own_tokens = held_tokens(request, own)
-        seconds = view.prefill_s(instance, tokens, own_tokens)
-        way: InstanceId | Choice = _OWN
-        alone = seconds
-        if self.options.transfers:
-            least = self.options.threshold * max(own, 1)
-            senders = [i for i in deepest if i != instance and held[i].sure > least]  # what still waits cannot be sent
-            for sender in senders[:2]:
-                cached = held_tokens(request, held[sender].sure)
-                fetched = view.transfer_s(sender, instance, cached - own_tokens) + view.prefill_s(
-                    instance, tokens, cached
-                )
-                if fetched < seconds:
-                    seconds, way = fetched, sender
+        alike = (view.kind(instance), own, instance in deepest)
+        if alike not in known or instance in deepest:
+            known[alike] = self._prefill(instance, own, request, view, held, deepest)
+        alone, seconds, sender = known[alike]
+        way: InstanceId | Choice = sender
         score = queue + seconds + view.penalty_s(instance)
         if view.fresh(instance):
             score -= self.options.fresh_credit * alone
@@ -114,6 +108,31 @@ class KVCachePolicy:
                 score += made.convert_s + made.prefill_s - seconds
                 seconds, way = made.convert_s + made.prefill_s, made
         return score, instance, way
+
+    def _prefill(
+        self,
+        instance: InstanceId,
+        own: int,
+        request: Request,
+        view: ClusterView,
+        held: Mapping[InstanceId, Depth],
+        deepest: list[InstanceId],
+    ) -> tuple[float, float, InstanceId]:
+        """Seconds from its own blocks alone, the best seconds, and whom that asks."""
+        tokens, own_tokens = request.tokens, held_tokens(request, own)
+        alone = seconds = view.prefill_s(instance, tokens, own_tokens)
+        best = _OWN
+        if self.options.transfers:
+            least = self.options.threshold * max(own, 1)
+            senders = [i for i in deepest if i != instance and held[i].sure > least]  # what still waits cannot be sent
+            for sender in senders[:2]:
+                cached = held_tokens(request, held[sender].sure)
+                fetched = view.transfer_s(sender, instance, cached - own_tokens) + view.prefill_s(
+                    instance, tokens, cached
+                )
+                if fetched < seconds:
+                    seconds, best = fetched, sender
+        return alone, seconds, best
 
     def _choice(self, found: _Found, request: Request, view: ClusterView, held: Mapping[InstanceId, Depth]) -> Choice:
         """The numbers of one candidate with all their terms."""
