@@ -189,6 +189,8 @@ def test_d12_sixteen_readers_during_a_graceful_stop_get_right_bytes_or_typed_err
 
 
 CLIENT = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
 import sys
 from moonpool.store.client import PoolClient
 master, home, shared = sys.argv[1:]

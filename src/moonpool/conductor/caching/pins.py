@@ -359,9 +359,10 @@ class PinStore:
         """In the place of the one with its id."""
         before = self._pins.get(pin.id)
         self._pins[pin.id] = pin
-        if before is None or before.alive != pin.alive:
-            self._count(pin, 1) if pin.alive else self._count(pin, -1)
-        if before is None or self._due(before) != self._due(pin):
+        turned = before is None or before.alive != pin.alive
+        if turned:
+            self._count(pin, 1 if pin.alive else -1)
+        if before is None or turned or self._due(before) != self._due(pin):
             heapq.heappush(self._times, (self._due(pin), pin.id))
             self._compact()
         return pin
