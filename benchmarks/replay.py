@@ -42,7 +42,7 @@ from moonpool.conductor.server.run import ConductorThread
 from moonpool.testing.cluster import LocalCluster
 
 MODEL = "moon-large"
-SCALE, BLOCK, MOST = 16, 32, 1900
+SCALE, BLOCK, MOST, VOCABULARY = 16, 32, 1900, 2000
 POLICIES = {"kvcache": "kvcache", "random": "random", "least": "least_requests"}
 NAMES = ("p0", "p1", "d0", "d1")
 SAMPLE = Path("tests/conductor/data/sample_trace.jsonl")
@@ -80,7 +80,7 @@ def requests(trace: Path, count: int, load: float) -> list[Ask]:
 
 def _block(hash_id: int) -> list[int]:
     rng = random.Random(hash_id)
-    return [rng.randrange(300, 4000) for _ in range(BLOCK)]
+    return [rng.randrange(300, VOCABULARY) for _ in range(BLOCK)]
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def calibrated() -> PerfModel:
     with fleet() as urls:
         samples = []
         for n, tokens in enumerate((200, 400, 800, 1200, 1600, 1900)):
-            prompt = [random.Random(1000 * n + i).randrange(300, 4000) for i in range(tokens)]
+            prompt = [random.Random(1000 * n + i).randrange(300, VOCABULARY) for i in range(tokens)]
             body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0}
             began = time.perf_counter()
             _post(f"{urls['p0']}/v1/completions", body)

@@ -197,6 +197,16 @@ class PinStore:
                 return self._put(msgspec.structs.replace(pin, expires=later, updated=now))
         return self.create(wanted, now)
 
+    def grow(self, wanted: Wanted, now: float) -> Pin:
+        """As `ensure`; but a shorter pin of the same source and name that the chain begins with is replaced and its figures kept."""
+        shorter = self.match(wanted.owner, wanted.model, wanted.chain, now, wanted.source)
+        if shorter is None or shorter.name != wanted.name or shorter.blocks == len(wanted.chain):
+            return self.ensure(wanted, now)
+        self._admit_owner(wanted.owner, wanted.tokens - shorter.tokens, pins=0)
+        self._remove(shorter)
+        made = self.create(wanted, now)
+        return self._put(msgspec.structs.replace(made, uses=shorter.uses, saved=shorter.saved, created=shorter.created))
+
     def get(self, owner: str, id_: PinId, now: float, source: Source | None = None) -> Pin:
         """Expired ones included, for a while. Raises NotFound: another owner's are not there either."""
         self.expire(now)
@@ -205,15 +215,17 @@ class PinStore:
             raise NotFound("no such cache", key=id_)
         return pin
 
-    def match(self, owner: str, model: str, chain: Chain, now: float) -> Pin | None:
-        """The longest living pin that the prompt begins with; of equal ones the one that stays longest."""
+    def match(self, owner: str, model: str, chain: Chain, now: float, source: Source | None = None) -> Pin | None:
+        """The longest living pin (of a source) that the prompt begins with; of equal ones the one that stays longest."""
         self.expire(now)
         found = self._ends.get((owner, model))
         if not found:
             return None
         for blocks in sorted(found, reverse=True):
-            if blocks <= len(chain) and (ids := found[blocks].get(chain.key(blocks - 1))):
-                return max((self._pins[i] for i in ids), key=lambda p: p.expires)
+            ids = found[blocks].get(chain.key(blocks - 1), ()) if blocks <= len(chain) else ()
+            pins = [p for i in ids if source in (None, (p := self._pins[i]).source)]
+            if pins:
+                return max(pins, key=lambda p: p.expires)
         return None
 
     def used(self, id_: PinId, cached_tokens: int, now: float) -> int:
@@ -340,9 +352,9 @@ class PinStore:
                 have=f"{limits.content_bytes - self._bytes} B left",
             )
 
-    def _admit_owner(self, owner: str, tokens: int) -> None:
+    def _admit_owner(self, owner: str, tokens: int, pins: int = 1) -> None:
         held, limits = self.usage(owner), self.limits
-        if held.pins >= limits.owner_pins:
+        if held.pins + pins > limits.owner_pins:
             raise QuotaExceeded("too many caches", key=owner, need=f"<= {limits.owner_pins}", have=str(held.pins))
         if held.tokens + tokens > limits.owner_tokens:
             raise QuotaExceeded(
