@@ -7,11 +7,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from moonpool.conductor.caching.pins import Content, Pin, PinStore, Source, Wanted
+from moonpool.conductor.caching.pin import Content, Pin, Source, Wanted
+from moonpool.conductor.caching.pins import PinStore
 from moonpool.conductor.caching.tags import Tags
 from moonpool.conductor.chain import KeyChain
 from moonpool.conductor.prompts import Prompt, PromptBody, PromptReader
-from moonpool.conductor.types import Chain
+from moonpool.conductor.types import Chain, InstanceId
 from moonpool.errors import MoonpoolError, RequestError
 
 OWNER_HEADER = "x-moonpool-tenant"
@@ -45,8 +46,8 @@ class CachingBackend(Protocol):
         """A chat completion through the conductor, not streamed. Raises MoonpoolError: nobody could answer."""
         ...
 
-    def holders(self, pin: Pin) -> int:
-        """Instances that hold all of its blocks, as far as the index knows."""
+    def holders(self, pin: Pin) -> frozenset[InstanceId]:
+        """Those that hold all of its blocks, as far as the index knows."""
         ...
 
 
@@ -115,7 +116,7 @@ async def make(
 
 async def warm(backend: CachingBackend, pin: Pin) -> None:
     """Lets an instance compute it, unless enough hold it. What fails is told by the pin's state."""
-    if backend.holders(pin) < pin.replicas:
+    if len(backend.holders(pin)) < pin.replicas:
         body = {"model": pin.model, "messages": list(pin.content.messages), "max_tokens": 1, "temperature": 0}
         if pin.content.tools:
             body["tools"] = list(pin.content.tools)
@@ -131,4 +132,4 @@ def seen(backend: CachingBackend, pin: Pin) -> Pin:
     """The pin with the state that the index gives it now."""
     if not pin.alive:
         return pin
-    return backend.pins.observe(pin.id, backend.holders(pin), backend.now()) or pin
+    return backend.pins.observe(pin.id, len(backend.holders(pin)), backend.now()) or pin

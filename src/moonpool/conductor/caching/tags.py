@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from moonpool.conductor.caching.pins import PinId
+from moonpool.conductor.caching.pin import PinId
 from moonpool.errors import NotFound, QuotaExceeded, RequestError
 
 _FORM = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,127}")
