@@ -309,6 +309,27 @@ def test_metrics_and_health(two: Site) -> None:
     assert two.client.get("/health").json() == {"status": "ok"}
 
 
+def test_a_context_cache_is_warmed_used_and_told(two: Site) -> None:
+    kept = {"role": "system", "content": PROMPT}
+    made = two.client.post("/v1/caching", json={"model": "m", "messages": [kept], "ttl": 60}).json()
+    eventually(lambda: two.client.get(f"/v1/caching/{made['id']}").json()["status"] == "ready")
+    assert sum(len(s.engine.requests) for s in two.stubs) == 1, "one prefill for one token"
+    body = chat(messages=[kept, {"role": "user", "content": "and now?"}])
+    answer = two.client.post("/v1/chat/completions", json=body, headers={"X-Msh-Context-Cache": made["id"]})
+    assert answer.headers["msh-context-cache-id"] == made["id"]
+    assert int(answer.headers["msh-context-cache-token-saved"]) > 900
+    short = chat(
+        messages=[{"role": "cache", "content": f"cache_id={made['id']}"}, {"role": "user", "content": "and now?"}]
+    )
+    assert two.client.post("/v1/chat/completions", json=short).status_code == 200
+    sent = [r for s in two.stubs for r in s.engine.requests]
+    assert sent[-1]["messages"][0] == kept, "the cached messages stand where the reference was"
+    assert len({a.headers["x-conductor-prefill"] for a in (answer,)}) == 1
+    gone = chat(messages=[{"role": "cache", "content": "cache_id=cache-nope"}, {"role": "user", "content": "x"}])
+    assert two.client.post("/v1/chat/completions", json=gone).status_code == 404
+    assert two.client.delete(f"/v1/caching/{made['id']}").json()["deleted"] is True
+
+
 def test_the_dashboard_is_one_page_that_asks_for_the_state(two: Site) -> None:
     two.ask()
     eventually(two.idle)

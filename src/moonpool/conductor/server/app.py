@@ -22,11 +22,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from moonpool.conductor.caching.routes import caching_routes
 from moonpool.conductor.indexer import Indexer
 from moonpool.conductor.metrics import ConductorMetrics
 from moonpool.conductor.prompts import PromptBody
 from moonpool.conductor.registry import InstanceEntry
 from moonpool.conductor.scheduler import Booked
+from moonpool.conductor.server.caches import Caches
 from moonpool.conductor.server.exchange import Exchange, Receive, Scope, Send, error_body
 from moonpool.conductor.server.front import PATHS, Front, FrontOptions
 from moonpool.conductor.server.mooncake_api import mooncake_routes
@@ -49,6 +51,7 @@ class ConductorApp:
         options = FrontOptions(
             retries=conductor.config.retries, keep_alive_s=conductor.config.keep_alive_s, slo=conductor.config.slo
         )
+        caches = Caches(conductor)
         self.front = Front(
             conductor.registry,
             conductor,
@@ -58,12 +61,15 @@ class ConductorApp:
             options,
             conductor.clock,
             conductor.ended,
+            caches,
         )
+        caches.serve = self.front.serve
         self._metrics = CollectorRegistry()
         self._metrics.register(ConductorMetrics(conductor))
         self._booked: dict[str, Booked] = {}
         self._indexer = Indexer()
-        self._app = Starlette(routes=[*self._routes(), *mooncake_routes(self._indexer), *(routes or [])])
+        mounted = [*caching_routes(caches), *mooncake_routes(self._indexer), *(routes or [])]
+        self._app = Starlette(routes=[*self._routes(), *mounted])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

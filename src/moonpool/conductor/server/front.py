@@ -9,18 +9,23 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
+from moonpool.conductor.caching import fields
+from moonpool.conductor.caching import proxy as context
+from moonpool.conductor.caching.backend import OWNER_HEADER, CachingBackend
+from moonpool.conductor.caching.proxy import Use
 from moonpool.conductor.executors.base import Call, Executor, LegRefused
 from moonpool.conductor.prompts import Prompt, PromptBody, PromptReader
 from moonpool.conductor.registry import Registry
 from moonpool.conductor.server.exchange import Exchange, Gone, Headers, error_body, unless_gone
 from moonpool.conductor.types import SLO, Plan, Refusal, Request
 from moonpool.conductor.upstream import HOP_BY_HOP, Answer, Upstream, UpstreamError
-from moonpool.errors import ConfigError, MoonpoolError, RequestError
+from moonpool.errors import ConfigError, MoonpoolError, NotFound, RequestError
 
 PATHS = frozenset(["/v1/chat/completions", "/v1/completions"])
 _INLINE_CHARACTERS = 1 << 16
@@ -66,24 +71,46 @@ class Front:
         options: FrontOptions = FrontOptions(),
         clock: Callable[[], float] = time.monotonic,
         ended: Callable[[Request, Plan, str, float, float], None] | None = None,
+        caches: CachingBackend | None = None,
     ) -> None:
-        """`reader` and `executor`: of a model. `ended(request, plan, outcome, ttft, total)` is told of each request."""
+        """`reader` and `executor`: of a model. `ended(request, plan, outcome, ttft, total)` is told of each request. `caches`:
+        context caches that bodies may refer to."""
         self.registry, self.decider, self.reader, self.executor = registry, decider, reader, executor
         self.upstream, self.options, self.clock, self.ended = upstream, options, clock, ended
+        self.caches = caches
 
     async def serve(self, exchange: Exchange) -> None:
         """Answers, whatever happens. Raises nothing but cancellation."""
         try:
             raw = await exchange.body()
+            use = self._cached(exchange, raw)
+            if use is not None and use.answer is not None:
+                return await exchange.json(200, use.answer, _raw(use.headers))
+            if use is not None and use.changed:
+                raw = msgspec.json.encode(use.body)
             body = _decoded(raw)
             request = await self._request(exchange, body)
-            await unless_gone(exchange, _Trip(self, exchange, raw, body, request).run())
+            if use is not None and self.caches is not None:
+                request = replace(request, pinned=context.holders(self.caches, use, request))
+            await unless_gone(exchange, _Trip(self, exchange, raw, body, request, use).run())
         except Gone:
             pass
+        except NotFound as e:
+            await _refuse(exchange, 404, error_body(str(e), code="not_found"))
         except RequestError as e:
             await _refuse(exchange, 400, error_body(str(e)))
         except MoonpoolError as e:
             await _refuse(exchange, 502, error_body(str(e), "upstream_error"))
+
+    def _cached(self, exchange: Exchange, raw: bytes) -> Use | None:
+        """What the body says of context caches; None where it says nothing and there are none. Raises RequestError, NotFound."""
+        owner = exchange.headers.get(OWNER_HEADER, "")
+        if self.caches is None:
+            return None
+        self.caches.pins.expire(self.caches.now())
+        if context.mentions(raw, exchange.headers):
+            return context.apply(self.caches, owner, fields.decoded(raw), exchange.headers)
+        return Use(owner, {}) if len(self.caches.pins) else None
 
     async def _request(self, exchange: Exchange, body: PromptBody) -> Request:
         known = {i.entry.model for i in self.registry}
@@ -91,7 +118,7 @@ class Front:
             have = ", ".join(sorted(known)) or "none"
             raise _NoModel(f"no model `{body.model}`; there is {have}")
         headers = exchange.headers
-        prompt = await self._prompt(body, headers.get("x-moonpool-tenant", ""))
+        prompt = await self._prompt(body, headers.get(OWNER_HEADER, ""))
         slo = self.options.slo
         return Request(
             id=headers.get("x-request-id") or uuid.uuid4().hex,
@@ -122,8 +149,11 @@ class _NoModel(RequestError):
 class _Trip:
     """One request from its decision to its end."""
 
-    def __init__(self, front: Front, exchange: Exchange, raw: bytes, body: PromptBody, request: Request) -> None:
+    def __init__(
+        self, front: Front, exchange: Exchange, raw: bytes, body: PromptBody, request: Request, use: Use | None
+    ) -> None:
         self._front, self._x, self._raw, self._body, self._request = front, exchange, raw, body, request
+        self._use, self._more = use, list[tuple[bytes, bytes]]()
         self._began = front.clock()
         self._first: float | None = None
         self._tried = 0
@@ -143,6 +173,8 @@ class _Trip:
     async def _attempt(self, booked: Booking) -> None:
         """One plan, carried out. Its lease ends here, in every way out."""
         front, plan, outcome = self._front, booked.plan, "aborted"
+        if self._use is not None and front.caches is not None and not self._tried:
+            self._more = _raw(context.settle(front.caches, self._use, self._request, plan.cached_tokens))
         used = [i for i in (front.registry.get(plan.prefill), front.registry.get(plan.decode)) if i is not None]
         if not used or len(used) < 2:
             booked.failed(front.clock())
@@ -211,6 +243,7 @@ class _Trip:
             (b"x-conductor-matched-tokens", str(plan.cached_tokens).encode()),
             (b"x-conductor-predicted-ttft-ms", predicted.encode()),
             (b"x-conductor-policy", plan.policy.encode()),
+            *self._more,
         ]
 
     def _forwarded(self) -> dict[str, str]:
@@ -230,6 +263,10 @@ class _Trip:
         if self._x.begun:
             raise error
         await self._x.json(502, error_body(str(error), "upstream_error"))
+
+
+def _raw(headers: Mapping[str, str]) -> Headers:
+    return [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()]
 
 
 async def _refuse(exchange: Exchange, status: int, content: object) -> None:
