@@ -30,7 +30,13 @@ from moonpool.errors import ConfigError, MoonpoolError, NotFound, RequestError
 PATHS = frozenset(["/v1/chat/completions", "/v1/completions"])
 _INLINE_CHARACTERS = 1 << 16
 """Longer bodies are tokenised on a thread: 128 Ki tokens take a tenth of a second and more."""
-_OURS = frozenset(["x-session-id", "x-slo-ttft-ms", "x-slo-tbt-ms", "x-moonpool-tenant", "authorization-moonpool"])
+_OURS = frozenset(
+    [
+        *("x-session-id", "x-slo-ttft-ms", "x-slo-tbt-ms", OWNER_HEADER),
+        *("x-msh-context-cache", "x-msh-context-cache-reset-ttl", "x-msh-context-cache-dryrun"),
+    ]
+)
+"""Headers that are for the conductor, and go no further."""
 KEEP_ALIVE = b": waiting\n\n"
 
 
