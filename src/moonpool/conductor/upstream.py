@@ -128,4 +128,6 @@ class Upstream:
 
 
 def _passed(headers: tuple[tuple[bytes, bytes], ...]) -> list[tuple[bytes, bytes]]:
-    return [(k.lower(), v) for k, v in headers if k.lower() not in HOP_BY_HOP]
+    """An answer's length goes on, too: its bytes are not touched, and who gets fewer knows it."""
+    kept = HOP_BY_HOP - {b"content-length"}
+    return [(k.lower(), v) for k, v in headers if k.lower() not in kept]
